@@ -1,0 +1,18 @@
+"""Give every pipeline-parallel microbatch its own input activation.
+
+On torch 2.4 - 2.14, ``torch.distributed.pipelining`` hands each stage its
+persistent receive buffer as the input activation, so whatever is put on that
+input (backward hooks above all) piles up step after step: pytorch issue 185331.
+Importing this package fixes that, before or after torch is imported; on a
+torch that allocates each receive just in time (2.15, PR 196463) it does nothing.
+"""
+
+# Runs at interpreter start wherever a sitecustomize imports it: it may load
+# nothing that a bare interpreter has not loaded already, so neither torch nor
+# wrapt, nor typing, logging, warnings, ... (tests/test_import_cost.py).
+from pp_hookfix.activation import activate, disable, enable, status
+
+__all__ = ["disable", "enable", "status"]
+__version__ = "0.1.0"
+
+activate()

@@ -1,0 +1,139 @@
+"""The command ``pp-hookfix``, also ``python -m pp_hookfix``."""
+
+import argparse
+import importlib
+import json
+import sys
+from typing import Callable, Optional
+
+import pp_hookfix
+from pp_hookfix.activation import STAGE_MODULE
+from pp_hookfix.verification.schedules import LAYOUTS
+
+def main(argv: Optional[list[str]] = None) -> int:
+    """Run the command and return its exit status; usage errors exit with 2."""
+    arguments = _parser().parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pp-hookfix",
+        description="Give every pipeline-parallel microbatch its own input activation "
+        "on torch 2.4 - 2.14 (upstream issue 185331).",
+    )
+    parser.add_argument("--version", action="version", version=pp_hookfix.__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    status = commands.add_parser("status", help="say what the fix does with the torch installed here")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    status.set_defaults(run=_status)
+
+    verify = commands.add_parser(
+        "verify",
+        help="train real pipelines on the torch installed here, without and with the fix, "
+        "and compare hooks, losses and gradients",
+        description="Train real pipelines on the torch installed here, without and with the "
+        "fix. Exit status: 0 when hooks are constant with the fix (or on a torch that needs "
+        "none) and nothing else changed, 1 when not, 2 when it cannot be run. Under torchrun "
+        "it uses the ranks that are there: torchrun --nproc-per-node 4 -m pp_hookfix verify",
+    )
+    verify.add_argument("--ranks", type=_at_least(2), help="processes to start (2)")
+    verify.add_argument("--steps", type=_at_least(2), default=5, help="training steps (5)")
+    verify.add_argument(
+        "--microbatches", type=_at_least(1), default=4, help="microbatches per step (4)"
+    )
+    verify.add_argument(
+        "--schedule",
+        action="append",
+        choices=list(LAYOUTS),
+        metavar="NAME",
+        help=f"a schedule; may be repeated; default: all that this torch has ({', '.join(LAYOUTS)})",
+    )
+    verify.add_argument(
+        "--backend",
+        choices=("gloo", "nccl"),
+        default="auto",
+        help="default: nccl where there is a GPU for each rank, else gloo",
+    )
+    verify.add_argument(
+        "--timeout",
+        type=_at_least(1),
+        default=120,
+        metavar="SECONDS",
+        help="limit for each schedule, after which a hang ends (120)",
+    )
+    verify.add_argument("--json", action="store_true", help="print one JSON object")
+    verify.set_defaults(run=_verify)
+    return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is too few: the least is {least}")
+        return number
+
+    return whole_number
+
+
+def _import_pipelining() -> Optional[str]:
+    """Import what the fix is for; why that is not possible, or None."""
+    try:
+        importlib.import_module(STAGE_MODULE)
+    except ImportError as error:
+        if sys.modules.get("torch") is None:
+            return f"no torch can be imported here ({error})"
+        version = sys.modules["torch"].__version__
+        return f"torch {version} has no torch.distributed.pipelining, which came with 2.4 ({error})"
+    return None
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    lacking = _import_pipelining()
+    status = pp_hookfix.status()
+    if lacking and status.state != "off":
+        status = status._replace(state="not-needed", reason=f"{lacking}: there is nothing to fix.")
+    if arguments.json:
+        print(json.dumps(status._asdict()))
+    else:
+        print(f"{status.state}: {status.reason}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    lacking = _import_pipelining()
+    if lacking:
+        return _cannot_run(f"{lacking}: pip install 'pp-hookfix[torch]'")
+    from pp_hookfix.verification import ranks
+    from pp_hookfix.verification.verify import verify
+
+    options = {
+        "backend": arguments.backend,
+        "timeout": arguments.timeout,
+        "steps": arguments.steps,
+        "microbatches": arguments.microbatches,
+        "names": arguments.schedule,
+        "as_json": arguments.json,
+    }
+    if ranks.started_by_torchrun():
+        if arguments.ranks is not None:
+            return _cannot_run("--ranks is torchrun's to say here: leave it out")
+        try:
+            status: int = ranks.run_here(verify, **options)
+        except ranks.CannotRun as error:
+            return _cannot_run(str(error))
+        return status
+    outcome = ranks.start(verify, arguments.ranks or 2, **options)
+    if outcome.exit_status == ranks.RANK_FAILED:
+        for rank, log in enumerate(outcome.logs):
+            sys.stderr.write(f"--- rank {rank} printed:\n{log}")
+        return 1
+    return outcome.exit_status or max(outcome.results)
+
+
+def _cannot_run(why: str) -> int:
+    print(f"pp-hookfix verify: {why}", file=sys.stderr)
+    return 2

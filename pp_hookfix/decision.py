@@ -1,0 +1,134 @@
+"""Which torch releases have the fault, and whether the one here can be fixed.
+
+The fault came with ``torch.distributed.pipelining`` (2.4) and ended when upstream
+PR 196463 (2.15) gave each receive a buffer of its own.
+"""
+
+import inspect
+import re
+from collections.abc import Container
+from types import ModuleType
+from typing import Any, Callable, NamedTuple, Optional
+
+from pp_hookfix.policies import POLICIES
+
+# Affected: FIRST_AFFECTED <= torch < FIRST_FIXED. A version tells the two ends
+# apart only for releases; see `decide` for nightly and vendor builds.
+FIRST_AFFECTED = (2, 4)
+FIRST_FIXED = (2, 15)
+
+# A call that each wrapped method must accept: argument names as torch passes them.
+_CALLS = {
+    "_retrieve_recv_activations": ("self", "fwd_chunk_id"),
+}
+
+
+class Status(NamedTuple):
+    """What pp_hookfix did, or will do, in this process."""
+
+    state: str
+    """``pending``, ``patched``, ``not-needed``, ``unsupported`` or ``off``."""
+    reason: str
+    """One sentence for a person."""
+    torch_version: Optional[str]
+    """``torch.__version__``, or None while torch is not imported."""
+    policy: str
+    """The policy asked for: a key of ``POLICIES``, or ``off``."""
+
+
+def decide(torch_version: str, stage_module: ModuleType, policy: str) -> Status:
+    """Decide what to do with the stage module of this torch.
+
+    Args:
+        torch_version: ``torch.__version__``, local build label included.
+        stage_module: ``torch.distributed.pipelining.stage``, fully imported.
+        policy: a key of ``POLICIES``.
+
+    Returns:
+        A status whose state is ``patched`` (meaning: patch it), ``not-needed``
+        or ``unsupported``.
+
+    A version below 2.15 decides nothing by itself, since nightly and vendor
+    builds carry commits that it does not tell: the module's own descriptors do
+    (``_RecvInfo.take_buffer`` came with PR 196463).
+    """
+    if _is_release_from(FIRST_FIXED, torch_version):
+        return Status(
+            "not-needed",
+            f"torch {torch_version} allocates each receive buffer just in time "
+            f"(as every torch from {_dotted(FIRST_FIXED)}): nothing is wrapped.",
+            torch_version,
+            policy,
+        )
+    if hasattr(getattr(stage_module, "_RecvInfo", None), "take_buffer"):
+        return Status(
+            "not-needed",
+            f"this build of torch {torch_version} already allocates each receive buffer "
+            "just in time: nothing is wrapped.",
+            torch_version,
+            policy,
+        )
+    missing = _missing(stage_module, policy)
+    if missing:
+        return Status(
+            "unsupported",
+            f"torch {torch_version} is left untouched and its stages keep their "
+            f"receive buffers: policy {policy} needs {'; '.join(missing)}.",
+            torch_version,
+            policy,
+        )
+    return Status(
+        "patched",
+        f"torch {torch_version} would hand stages their persistent receive buffers; "
+        f"each microbatch gets tensors of its own instead (policy {policy}).",
+        torch_version,
+        policy,
+    )
+
+
+def _is_release_from(first: tuple[int, int], torch_version: str) -> bool:
+    """Whether a version is `first` or later, its own pre-releases not counted."""
+    parsed = re.match(r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.?dev)?", torch_version)
+    if parsed is None:
+        return False
+    release = (int(parsed[1]), int(parsed[2]))
+    return release > first or (release == first and parsed[3] is None)
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+def _missing(stage_module: ModuleType, policy: str) -> list[str]:
+    """What `policy` relies on and this stage module does not have, in words."""
+    missing = []
+    base = getattr(stage_module, "_PipelineStageBase", None)
+    if base is None:
+        missing.append("a class _PipelineStageBase")
+    else:
+        for name in POLICIES[policy]:
+            method = vars(base).get(name)
+            call = _CALLS[name]
+            if not callable(method):
+                missing.append(f"a method _PipelineStageBase.{name}")
+            elif not _accepts(method, call):
+                missing.append(f"_PipelineStageBase.{name} to be called as ({', '.join(call)})")
+    recv_info = getattr(stage_module, "_RecvInfo", None)
+    if recv_info is None or "buffer" not in _parameters(recv_info.__init__):
+        missing.append("a descriptor _RecvInfo that is made with its buffer")
+    return missing
+
+
+def _accepts(method: Callable[..., Any], call: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(method).bind(*call)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _parameters(method: Callable[..., Any]) -> Container[str]:
+    try:
+        return inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return ()

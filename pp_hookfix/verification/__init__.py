@@ -1,0 +1,7 @@
+"""Real pipeline training, without and with the fix, on the torch installed here.
+
+`ranks` starts the processes, `schedules` builds torch's schedules, `training`
+runs and records the steps, `verify` compares the records, and `gloo_faults`
+steps round what stock torch cannot do over Gloo. The command and the tests
+share them; the fix itself uses none.
+"""
