@@ -40,7 +40,14 @@ def activate() -> None:
         ValueError: ``PP_HOOKFIX`` is neither a policy nor ``off``.
     """
     global _why_off
-    policy = _policy_of_environment()
+    try:
+        policy = _policy_of_environment()
+    except ValueError as error:
+        if _runs_our_command():
+            # A usage error of the command: its one line, not a traceback.
+            sys.stderr.write(f"pp-hookfix: {error}\n")
+            sys.exit(2)
+        raise
     if policy == "off":
         _why_off = f"{ENVIRONMENT_VARIABLE}=off in the environment: nothing is wrapped."
     else:
@@ -225,6 +232,14 @@ def _policy_of_environment() -> str:
             _not_allowed(f"{ENVIRONMENT_VARIABLE}={policy!r} in the environment", [*POLICIES, "off"])
         )
     return policy
+
+
+def _runs_our_command() -> bool:
+    """Whether this process is ``pp-hookfix`` or (3.10 and later) ``python -m pp_hookfix``."""
+    words = getattr(sys, "orig_argv", [])
+    return os.path.basename(sys.argv[0] if sys.argv else "") == "pp-hookfix" or (
+        "-m" in words and words[words.index("-m") + 1 :][:1] == ["pp_hookfix"]
+    )
 
 
 def _not_allowed(what: str, allowed: "list[str]") -> str:

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import os
 import sys
 from typing import Callable, Optional
 
@@ -118,22 +119,23 @@ def _verify(arguments: argparse.Namespace) -> int:
         "names": arguments.schedule,
         "as_json": arguments.json,
     }
-    if ranks.started_by_torchrun():
-        if arguments.ranks is not None:
-            return _cannot_run("--ranks is torchrun's to say here: leave it out")
-        try:
+    if ranks.started_by_torchrun() and arguments.ranks is not None:
+        return _cannot_run("under torchrun the ranks are those that it started: leave --ranks out")
+    try:
+        if ranks.started_by_torchrun():
             status: int = ranks.run_here(verify, **options)
-        except ranks.CannotRun as error:
-            return _cannot_run(str(error))
-        return status
-    outcome = ranks.start(verify, arguments.ranks or 2, **options)
-    if outcome.exit_status == ranks.RANK_FAILED:
+            return status
+        outcome = ranks.start(verify, arguments.ranks or 2, **options)
+    except ranks.CannotRun as error:
+        return _cannot_run(str(error))
+    if outcome.exit_status:
         for rank, log in enumerate(outcome.logs):
             sys.stderr.write(f"--- rank {rank} printed:\n{log}")
         return 1
-    return outcome.exit_status or max(outcome.results)
+    return max(outcome.results)
 
 
 def _cannot_run(why: str) -> int:
-    print(f"pp-hookfix verify: {why}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"pp-hookfix verify: {why}", file=sys.stderr)
     return 2

@@ -10,8 +10,9 @@ never does. By release:
 - 2.6 - 2.9: ZBVZeroBubble sends to its own rank in each step, which Gloo cannot.
   Here: ``_PipelineScheduleRuntime`` runs the same order and hands over locally.
 - 2.9: the handshake between neighbours sends an int64 into a float32 buffer, and
-  Gloo aborts the process. 2.10 - 2.11: the handshake of the V schedules sends to
-  its own rank. Here: no handshake, which Gloo does not need.
+  Gloo aborts the process. From 2.10: the handshake of the V schedules sends to
+  its own rank (from 2.12 only that of traced stages). Here: no handshake, which
+  Gloo does not need.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def step_round() -> None:
     """Change torch in this process so that its schedules run over Gloo."""
     if _RELEASE < (2, 8):
         torch_schedules._batch_p2p = _batch_p2p
-    if (2, 9) <= _RELEASE < (2, 12):
+    if _RELEASE >= (2, 9):
         torch_stage._PipelineStageBase._get_init_p2p_neighbors_ops = lambda self: []
 
 

@@ -74,6 +74,9 @@ def start(
         backend: ``gloo``, ``nccl`` or ``auto``: nccl where there is a GPU for each rank.
         timeout: seconds, the limit of each `Rank.time_limit` block.
         options: passed to the function.
+
+    Raises:
+        CannotRun: what a rank raised as such.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="pp_hookfix-") as folder:
@@ -88,15 +91,22 @@ def start(
         for process in processes:
             process.start()
         exit_status = _wait(processes)
-        results = []
-        for rank in range(ranks):
-            result = Path(folder, f"result-{rank}")
-            results.append(pickle.loads(result.read_bytes()) if result.exists() else None)
+        cannot_run = _read(folder, "cannot-run")
+        if cannot_run is not None:
+            raise CannotRun(cannot_run.decode())
+        results = [
+            None if result is None else pickle.loads(result)
+            for result in (_read(folder, f"result-{rank}") for rank in range(ranks))
+        ]
         logs = [
-            Path(folder, f"log-{rank}").read_text(errors="replace") if Path(folder, f"log-{rank}").exists() else ""
-            for rank in range(ranks)
+            (_read(folder, f"log-{rank}") or b"").decode(errors="replace") for rank in range(ranks)
         ]
     return Outcome(exit_status, results, logs)
+
+
+def _read(folder: str, name: str) -> Optional[bytes]:
+    path = Path(folder, name)
+    return path.read_bytes() if path.exists() else None
 
 
 def run_here(
@@ -151,8 +161,7 @@ def _run_started(
         )
         Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
     except CannotRun as error:
-        if rank == 0:
-            print(error, file=hangs)
+        Path(folder, "cannot-run").write_text(str(error))
         sys.exit(2)
     except Exception:
         traceback.print_exc()

@@ -120,7 +120,7 @@ def train(
     steps: int,
     microbatches: int,
     infer_metadata: bool = False,
-    hooked: bool = True,
+    hooks: Optional[Callable[[Any, Record], InputHooks]] = InputHooks,
     between_steps: Optional[Callable[[int], None]] = None,
 ) -> Record:
     """Build a pipeline and train it for some steps, with hooks on every stage's input.
@@ -133,12 +133,12 @@ def train(
         steps: optimizer steps.
         microbatches: microbatches per step, as the schedule takes them.
         infer_metadata: see `make_stages`.
-        hooked: put hooks on the stages' inputs.
+        hooks: makes the hooks of one stage; None for no hooks.
         between_steps: called with the step's number before each step.
     """
     stages = make_stages(name, rank, ranks, device, infer_metadata=infer_metadata)
     schedule = schedules.build(name, stages, microbatches, summed_error)
-    return run_steps(schedule, stages, steps, microbatches, device, hooked, between_steps)
+    return run_steps(schedule, stages, steps, microbatches, device, hooks, between_steps)
 
 
 def run_steps(
@@ -147,12 +147,12 @@ def run_steps(
     steps: int,
     microbatches: int,
     device: torch.device,
-    hooked: bool = True,
+    hooks: Optional[Callable[[Any, Record], InputHooks]] = InputHooks,
     between_steps: Optional[Callable[[int], None]] = None,
 ) -> Record:
     """Train the stages of this rank; see `train`."""
     record = Record()
-    hooks = [InputHooks(stage, record) for stage in stages] if hooked else []
+    hooked = [hooks(stage, record) for stage in stages] if hooks is not None else []
     parameters = {
         f"{stage.stage_index}.{name}": parameter
         for stage in stages
@@ -167,7 +167,7 @@ def run_steps(
             torch.randn(ROWS * microbatches, FEATURES, generator=generator).to(device)
             for _ in range(2)
         )
-        for hook in hooks:
+        for hook in hooked:
             hook.begin_step()
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
@@ -178,11 +178,12 @@ def run_steps(
         )
         if is_last:
             record.losses.append(torch.stack([loss.detach() for loss in losses]))
+            losses.clear()  # each holds its microbatch's graph, and that the stage's input
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 record.gradients[name].append(parameter.grad.clone())
         optimizer.step()
-    for hook in hooks:
+    for hook in hooked:
         hook.remove()
     return record
 

@@ -80,7 +80,7 @@ def verify(
             "steps": steps,
             "schedules": reports,
         }
-        print(json.dumps(document, indent=2), file=rank.out)
+        print(json.dumps(document), file=rank.out)
     lines.print("\n" + _verdict(reports, status.state))
     return 0 if ok else 1
 
@@ -107,8 +107,9 @@ def _verify_schedule(rank: Rank, name: str, steps: int, microbatches: int) -> di
     hooks_without, hooks_with = (
         {
             str(stage): counts
-            for hooks in (of_rank[run] for of_rank in seen)
-            for stage, counts in sorted(hooks.items())
+            for stage, counts in sorted(
+                item for of_rank in seen for item in of_rank[run].items()
+            )
             if stage > 0  # the first stage receives nothing
         }
         for run in (0, 1)

@@ -1,0 +1,62 @@
+"""What several test modules share."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import pytest
+
+try:
+    import torch
+except ImportError:  # the torch-free tests run wherever a CPython is
+    torch = None  # type: ignore[assignment]
+    TORCH = (0, 0)
+    collect_ignore = [
+        "test_recv_buffer_hooks.py",
+        "test_patch.py",
+        "test_command.py",
+    ]
+else:
+    TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+# Measured, not asked of the code under test: docs of upstream PR 196463.
+AFFECTED = (2, 4) <= TORCH < (2, 15)
+
+
+def spawned(function: Callable[..., Any], ranks: int, backend: str, **options: Any) -> list[Any]:
+    """Results of a function on every rank; skips without the GPUs, fails with the ranks' logs."""
+    from pp_hookfix.verification.ranks import start
+
+    if backend == "nccl" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"nccl takes a GPU for each of {ranks} ranks: {torch.cuda.device_count()} here")
+    outcome = start(function, ranks, backend, timeout=120, **options)
+    if outcome.exit_status:
+        logs = "\n".join(f"--- rank {rank}\n{log}" for rank, log in enumerate(outcome.logs))
+        pytest.fail(f"ranks ended with {outcome.exit_status}\n{logs}", pytrace=False)
+    return outcome.results
+
+
+def python(
+    *arguments: str,
+    cwd: Optional[Path] = None,
+    timeout: float = 120,
+    env: Optional[dict[str, Optional[str]]] = None,
+) -> "subprocess.CompletedProcess[str]":
+    """Run this interpreter in a new process; `env` adds to the environment, None removes."""
+    environment = {key: value for key, value in os.environ.items() if key != "PP_HOOKFIX"}
+    for key, value in (env or {}).items():
+        if value is None:
+            environment.pop(key, None)
+        else:
+            environment[key] = value
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env=environment,
+        check=False,
+    )

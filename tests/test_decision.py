@@ -1,0 +1,133 @@
+"""Which torch is patched, which needs nothing, and which is left alone with a warning."""
+
+import types
+from typing import Any
+
+import pytest
+import stand_in
+
+from pp_hookfix.decision import decide
+
+PERSISTENT = stand_in.STAGE
+JUST_IN_TIME = """
+class _RecvInfo:
+    def __init__(self, input_name, source, tensor_meta, *, is_root_arg=False):
+        self.buffer = None
+
+    def take_buffer(self):
+        buffer, self.buffer = self.buffer, None
+        return buffer
+
+
+class _PipelineStageBase:
+    def _retrieve_recv_activations(self, fwd_chunk_id):
+        return tuple(info.take_buffer() for info in self.args_recv_info[fwd_chunk_id])
+"""
+# The constructors as the releases have them.
+RECV_INFO_2_12 = "def __init__(self, input_name, source, buffer, tensor_meta, *, is_root_arg=False)"
+
+
+def module(source: str) -> types.ModuleType:
+    made = types.ModuleType("torch.distributed.pipelining.stage")
+    exec(source, made.__dict__)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("version", "source", "state"),
+    [
+        *(
+            (version, PERSISTENT, "patched")
+            for version in (
+                "2.4.0 2.4.1 2.5.0 2.5.1 2.6.0 2.7.0 2.7.1 2.8.0 2.9.0 2.9.1 2.10.0 2.11.0 "
+                "2.12.0 2.12.1 2.13.0 2.14.0 2.14.1"
+            ).split()
+        ),
+        ("2.13.0+cpu", PERSISTENT, "patched"),
+        ("2.14.1+rocm7.0", PERSISTENT, "patched"),
+        ("2.9.0a0+145a3a7bda.nv25.09", PERSISTENT, "patched"),
+        ("2.9.0a0+145a3a7bda.nv25.09", JUST_IN_TIME, "not-needed"),
+        ("2.14.1+vendor.backport", JUST_IN_TIME, "not-needed"),
+        ("2.15.0.dev20260801", PERSISTENT, "patched"),
+        ("2.15.0.dev20260801", JUST_IN_TIME, "not-needed"),
+        ("2.15.0.dev20260801+cu130", PERSISTENT, "patched"),
+        ("2.15.0a0+git1234567", PERSISTENT, "patched"),
+        ("2.15.0a0+git1234567", JUST_IN_TIME, "not-needed"),
+        ("2.15.0rc1", PERSISTENT, "patched"),
+        ("2.15.0rc1", JUST_IN_TIME, "not-needed"),
+        ("2.15.0", JUST_IN_TIME, "not-needed"),
+        ("2.15.0+cu132", JUST_IN_TIME, "not-needed"),
+        ("2.15.0.post1", JUST_IN_TIME, "not-needed"),
+        # From 2.15 on the version alone decides.
+        ("2.15.0", PERSISTENT, "not-needed"),
+        ("2.16.0", PERSISTENT, "not-needed"),
+        ("2.16.0a0+git1234567", PERSISTENT, "not-needed"),
+        ("3.0.0", PERSISTENT, "not-needed"),
+        # No pipelining existed; should a vendor have carried it back, it is looked at.
+        ("2.3.1", PERSISTENT, "patched"),
+        ("2.3.1", "", "unsupported"),
+        # A version that is none decides nothing: the module does.
+        ("unknown", PERSISTENT, "patched"),
+        ("unknown", JUST_IN_TIME, "not-needed"),
+    ],
+)
+def test_every_release(version: str, source: str, state: str) -> None:
+    status = decide(version, module(source), "detach")
+    assert status.state == state
+    assert version in status.reason
+    assert status.torch_version == version
+    assert status.policy == "detach"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("def __init__(self, input_name, source, buffer)", RECV_INFO_2_12),
+        ("(self, fwd_chunk_id)", "(self, fwd_chunk_id, *, validate=False)"),
+        ("(self, fwd_chunk_id)", "(self, *args, **kwargs)"),
+    ],
+)
+def test_harmless_differences_are_patched(old: str, new: str) -> None:
+    assert old in PERSISTENT
+    assert decide("2.13.0", module(PERSISTENT.replace(old, new)), "detach").state == "patched"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "missing"),
+    [
+        ("_PipelineStageBase", "_StageBase", "a class _PipelineStageBase"),
+        (
+            "_retrieve_recv_activations",
+            "_take_recv_activations",
+            "a method _PipelineStageBase._retrieve_recv_activations",
+        ),
+        (
+            "(self, fwd_chunk_id)",
+            "(self, fwd_chunk_id, recv_infos)",
+            "_PipelineStageBase._retrieve_recv_activations to be called as (self, fwd_chunk_id)",
+        ),
+        (
+            "(self, fwd_chunk_id)",
+            "(self)",
+            "_PipelineStageBase._retrieve_recv_activations to be called as (self, fwd_chunk_id)",
+        ),
+        ("_RecvInfo", "_Descriptor", "a descriptor _RecvInfo that is made with its buffer"),
+        (
+            "source, buffer):\n        self.buffer = buffer",
+            "source, storage):\n        self.storage = storage",
+            "a descriptor _RecvInfo that is made with its buffer",
+        ),
+    ],
+)
+def test_drifted_internals_are_unsupported(old: str, new: str, missing: str) -> None:
+    assert old in PERSISTENT
+    status = decide("2.14.1", module(PERSISTENT.replace(old, new)), "detach")
+    assert status.state == "unsupported"
+    assert "2.14.1" in status.reason
+    assert missing in status.reason
+
+
+def test_status_is_immutable() -> None:
+    status: Any = decide("2.13.0", module(PERSISTENT), "detach")
+    with pytest.raises(AttributeError):
+        status.state = "off"

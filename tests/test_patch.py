@@ -1,0 +1,242 @@
+"""Switching the fix on and off on torch's own stage class, alone and among other wrappers."""
+
+import importlib
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import wrapt
+from conftest import AFFECTED
+
+import pp_hookfix
+from pp_hookfix import activation, policies
+
+stage_module = importlib.import_module(activation.STAGE_MODULE)
+Base = stage_module._PipelineStageBase
+NAME = "_retrieve_recv_activations"
+ORIGINAL = getattr(vars(Base)[NAME], "__wrapped__", vars(Base)[NAME])
+
+pytestmark = pytest.mark.skipif(
+    not AFFECTED, reason=f"torch {torch.__version__} has no persistent receive buffers to patch"
+)
+
+
+@pytest.fixture(autouse=True)
+def stock() -> Iterator[None]:
+    pp_hookfix.disable()
+    setattr(Base, NAME, ORIGINAL)
+    yield
+    pp_hookfix.disable()
+    setattr(Base, NAME, ORIGINAL)
+    pp_hookfix.enable()
+
+
+class Info:
+    """A descriptor: what retrieval reads of it, in every affected release."""
+
+    is_root_arg = False
+    input_name = "x"
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        if hasattr(stage_module, "_TensorMeta"):  # 2.12 and later
+            self.tensor_meta = stage_module._TensorMeta.from_tensor(buffer)
+
+
+def make_stage(buffer: torch.Tensor) -> Any:
+    """A real stage object with one receive buffer, without process groups."""
+    stage = object.__new__(stage_module.PipelineStage)
+    info = object.__new__(stage_module._RecvInfo)
+    vars(info).update(vars(Info(buffer)))
+    info.is_root_arg = False
+    info.input_name = "x"
+    stage.args_recv_info = {0: (info,)}
+    stage._has_backward = True
+    stage.stage_index = 1
+    return stage
+
+
+def retrieve() -> tuple[torch.Tensor, torch.Tensor]:
+    """A receive buffer, and what the stage is handed for it."""
+    buffer = torch.arange(4.0, requires_grad=True)
+    return buffer, make_stage(buffer)._retrieve_recv_activations(0)[0]
+
+
+def is_fixed() -> bool:
+    buffer, activation = retrieve()
+    assert activation.data_ptr() == buffer.data_ptr()
+    return activation is not buffer
+
+
+def test_the_alias() -> None:
+    pp_hookfix.enable()
+    buffer = torch.arange(8.0).view(2, 4).t().requires_grad_()
+    buffer.register_hook(lambda grad: grad)
+    buffer.seen = True  # type: ignore[attr-defined]
+    buffer.grad = torch.ones_like(buffer)
+    activation = make_stage(buffer)._retrieve_recv_activations(0)[0]
+    assert activation is not buffer
+    assert activation.data_ptr() == buffer.data_ptr()
+    assert activation.stride() == buffer.stride()
+    assert activation.is_leaf
+    assert activation.requires_grad
+    assert activation.grad is None
+    assert not activation._backward_hooks
+    assert not hasattr(activation, "seen")
+    # The buffer is as it was.
+    assert buffer._backward_hooks
+    assert buffer.grad is not None
+    assert buffer.is_leaf
+
+
+def test_a_buffer_that_needs_no_gradient() -> None:
+    pp_hookfix.enable()
+    buffer = torch.arange(4)
+    activation = make_stage(buffer)._retrieve_recv_activations(fwd_chunk_id=0)[0]
+    assert activation is not buffer
+    assert not activation.requires_grad
+
+
+def test_a_buffer_made_in_inference_mode() -> None:
+    pp_hookfix.enable()
+    with torch.inference_mode():
+        buffer = torch.zeros(4, requires_grad=True)
+    assert policies._alias(buffer).requires_grad
+    assert policies._alias(buffer).is_leaf
+    assert policies._alias(buffer) is not buffer
+
+
+def test_what_is_no_receive_buffer_passes_through() -> None:
+    buffer, other = torch.zeros(2), torch.ones(2)
+    stage = make_stage(buffer)
+    handed_out = (None, other, buffer)
+    result = policies.alias_activations(lambda fwd_chunk_id: handed_out, stage, (0,), {})
+    assert result[0] is None
+    assert result[1] is other
+    assert result[2] is not buffer
+
+
+def test_on_and_off_in_any_order() -> None:
+    assert not is_fixed()
+    for _ in range(3):
+        pp_hookfix.enable()
+        pp_hookfix.enable()
+        assert is_fixed()
+        assert vars(Base)[NAME].__wrapped__ is ORIGINAL
+        pp_hookfix.disable()
+        pp_hookfix.disable()
+        assert not is_fixed()
+        assert vars(Base)[NAME] is ORIGINAL
+
+
+def test_a_foreign_wrapper_beneath_ours_stays() -> None:
+    calls = []
+
+    @wrapt.decorator
+    def foreign(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        calls.append(1)
+        return wrapped(*args, **kwargs)
+
+    theirs = foreign(ORIGINAL)
+    setattr(Base, NAME, theirs)
+    pp_hookfix.enable()
+    assert is_fixed()
+    pp_hookfix.disable()
+    assert vars(Base)[NAME] is theirs
+    assert not is_fixed()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["with __wrapped__", "plain closure"])
+def test_a_foreign_wrapper_above_ours_stays(tells: bool) -> None:
+    pp_hookfix.enable()
+    beneath = vars(Base)[NAME]
+    calls = []
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return beneath.__get__(self, type(self))(*args, **kwargs)
+
+    if tells:
+        theirs.__wrapped__ = beneath  # type: ignore[attr-defined]
+    setattr(Base, NAME, theirs)
+    assert is_fixed()
+    pp_hookfix.disable()
+    assert vars(Base)[NAME] is theirs
+    assert not is_fixed()
+    pp_hookfix.enable()
+    assert is_fixed()
+    # Where theirs tells what it wraps, ours beneath it works again and nothing is added.
+    assert (vars(Base)[NAME] is theirs) == tells
+    pp_hookfix.disable()
+    assert vars(Base)[NAME] is theirs
+    assert not is_fixed()
+    assert len(calls) == 4
+
+
+def test_enabling_again_mends_a_patch_that_somebody_removed() -> None:
+    pp_hookfix.enable()
+    setattr(Base, NAME, ORIGINAL)
+    assert not is_fixed()
+    pp_hookfix.enable()
+    assert is_fixed()
+
+
+def test_a_failure_of_ours_hands_out_what_torch_did_and_gives_up() -> None:
+    pp_hookfix.enable()
+    stage = make_stage(torch.zeros(2, requires_grad=True))
+    infos = stage.args_recv_info
+
+    class Once(dict):  # type: ignore[type-arg]
+        """torch reads it, and what we read is broken."""
+
+        reads = 0
+
+        def __getitem__(self, key: int) -> Any:
+            self.reads += 1
+            if self.reads > 1:
+                raise RuntimeError("broken")
+            return super().__getitem__(key)
+
+    stage.args_recv_info = Once(infos)
+    with pytest.warns(RuntimeWarning, match=r"pp_hookfix failed with RuntimeError: broken"):
+        handed_out = stage._retrieve_recv_activations(0)
+    assert handed_out[0] is infos[0][0].buffer
+    assert pp_hookfix.status().state == "unsupported"
+    assert vars(Base)[NAME] is ORIGINAL
+
+
+def test_torchs_own_exception_is_the_users() -> None:
+    pp_hookfix.enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KeyError):
+            make_stage(torch.zeros(2))._retrieve_recv_activations(7)
+    assert pp_hookfix.status().state == "patched"
+
+
+def test_a_method_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Base, NAME)
+    with pytest.warns(RuntimeWarning, match=f"torch .*{NAME}"):
+        pp_hookfix.enable()
+    assert pp_hookfix.status().state == "unsupported"
+    assert torch.__version__ in pp_hookfix.status().reason
+    assert NAME not in vars(Base)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import pp_hookfix, torch.distributed.pipelining",
+        "import torch, pp_hookfix, torch.distributed.pipelining",
+        "import torch.distributed.pipelining, pp_hookfix",
+    ],
+)
+def test_import_order_with_the_real_torch(order: str) -> None:
+    script = f"{order}; print(pp_hookfix.status().state)"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout == "patched\n"
