@@ -229,7 +229,9 @@ def _policy_of_environment() -> str:
     policy = os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT
     if policy != "off" and policy not in POLICIES:
         raise ValueError(
-            _not_allowed(f"{ENVIRONMENT_VARIABLE}={policy!r} in the environment", [*POLICIES, "off"])
+            _not_allowed(
+                f"{ENVIRONMENT_VARIABLE}={policy!r} in the environment", [*POLICIES, "off"]
+            )
         )
     return policy
 

@@ -11,6 +11,7 @@ import pp_hookfix
 from pp_hookfix.activation import STAGE_MODULE
 from pp_hookfix.verification.schedules import LAYOUTS
 
+
 def main(argv: Optional[list[str]] = None) -> int:
     """Run the command and return its exit status; usage errors exit with 2."""
     arguments = _parser().parse_args(argv)
@@ -27,7 +28,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=pp_hookfix.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    status = commands.add_parser("status", help="say what the fix does with the torch installed here")
+    status = commands.add_parser(
+        "status", help="say what the fix does with the torch installed here"
+    )
     status.add_argument("--json", action="store_true", help="print one JSON object")
     status.set_defaults(run=_status)
 
@@ -50,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         choices=list(LAYOUTS),
         metavar="NAME",
-        help=f"a schedule; may be repeated; default: all that this torch has ({', '.join(LAYOUTS)})",
+        help="a schedule; may be repeated; default: all that this torch has "
+        f"({', '.join(LAYOUTS)})",
     )
     verify.add_argument(
         "--backend",
@@ -132,7 +136,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         for rank, log in enumerate(outcome.logs):
             sys.stderr.write(f"--- rank {rank} printed:\n{log}")
         return 1
-    return max(outcome.results)
+    return int(max(outcome.results))
 
 
 def _cannot_run(why: str) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import wrapt
 
@@ -16,7 +16,7 @@ class _Around:
     """What happens around one wrapped method: nothing, while `does` is None."""
 
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
-        self.does: Optional["Wrapper"] = None
+        self.does: Optional[Wrapper] = None
         self._on_failure = on_failure
 
     def __call__(
@@ -44,13 +44,16 @@ class _Around:
             return results[0]
 
 
+class _InPlace(NamedTuple):
+    wrapper: Any  # wrapt.FunctionWrapper, which newer wrapts type as generic
+    around: _Around
+
+
 # What stands in torch now, by the class and the method's name.
-_in_place: dict[tuple[type, str], tuple[Any, _Around]] = {}
+_in_place: dict[tuple[type, str], _InPlace] = {}
 
 
-def put_in(
-    stage_module: ModuleType, policy: str, on_failure: Callable[[Exception], None]
-) -> None:
+def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exception], None]) -> None:
     """Make `policy` what the stage methods do, in place of any other policy.
 
     A wrapper of ours that is still there, outermost or beneath another
@@ -65,13 +68,13 @@ def put_in(
     take_out(keep=POLICIES[policy])
     base = stage_module._PipelineStageBase
     for name, does in POLICIES[policy].items():
-        wrapper, around = _in_place.get((base, name), (None, None))
-        if around is None or not _leads_to(vars(base)[name], wrapper):
+        there = _in_place.get((base, name))
+        if there is None or not _leads_to(vars(base)[name], there.wrapper):
             around = _Around(on_failure)
-            wrapper = wrapt.FunctionWrapper(vars(base)[name], around)
-            setattr(base, name, wrapper)
-            _in_place[base, name] = wrapper, around
-        around.does = does
+            there = _InPlace(wrapt.FunctionWrapper(vars(base)[name], around), around)
+            setattr(base, name, there.wrapper)
+            _in_place[base, name] = there
+        there.around.does = does
 
 
 def take_out(keep: Container[str] = ()) -> None:
@@ -80,10 +83,10 @@ def take_out(keep: Container[str] = ()) -> None:
     Where another package has wrapped ours since, theirs stays and ours does
     nothing more. Wrappers of the methods in `keep` stay, doing nothing.
     """
-    for (base, name), (wrapper, around) in list(_in_place.items()):
-        around.does = None
-        if name not in keep and vars(base).get(name) is wrapper:
-            setattr(base, name, wrapper.__wrapped__)
+    for (base, name), there in list(_in_place.items()):
+        there.around.does = None
+        if name not in keep and vars(base).get(name) is there.wrapper:
+            setattr(base, name, there.wrapper.__wrapped__)
             del _in_place[base, name]
 
 

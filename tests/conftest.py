@@ -12,7 +12,7 @@ try:
     import torch
 except ImportError:  # the torch-free tests run wherever a CPython is
     torch = None  # type: ignore[assignment]
-    TORCH = (0, 0)
+    TORCH: tuple[int, ...] = (0, 0)
     collect_ignore = [
         "test_recv_buffer_hooks.py",
         "test_patch.py",

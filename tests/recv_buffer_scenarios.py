@@ -206,9 +206,7 @@ def switched_between_steps(rank: Rank) -> list[int]:
         if step == 4:
             pp_hookfix.disable()
 
-    record = training.train(
-        "1F1B", rank.rank, rank.ranks, rank.device, 5, 4, between_steps=between
-    )
+    record = training.train("1F1B", rank.rank, rank.ranks, rank.device, 5, 4, between_steps=between)
     return record.hooks[rank.rank]
 
 
@@ -239,7 +237,7 @@ def seeded_module(rank: Rank, index: int) -> torch.nn.Module:
 
 def both_ways(
     rank: Rank,
-    wrap: Callable[[torch.nn.Module], torch.nn.Module],
+    wrap: Callable[[torch.nn.Module], Any],
     group: Any = None,
     steps: int = STEPS,
 ) -> dict[str, Any]:
@@ -366,9 +364,8 @@ class TwoInputs(torch.nn.Module):
 
 
 def two_inputs(rank: Rank, second: torch.dtype) -> dict[str, Any]:
-    """The last of two stages takes two tensors; the error where stock torch cannot."""
+    """The last of two stages takes two tensors."""
     first = rank.rank == 0
-    outcomes: list[Any] = []
     records: list[Record] = []
     for fixed in (False, True):
         switch(fixed)
@@ -387,12 +384,7 @@ def two_inputs(rank: Rank, second: torch.dtype) -> dict[str, Any]:
             output_args=pair if first else plain.clone().requires_grad_(),
         )
         schedule = schedules.build("GPipe", [stage], 4, training.summed_error)
-        try:
-            records.append(training.run_steps(schedule, [stage], STEPS, 4, rank.device))
-        except Exception as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-    if outcomes:
-        return {"errors": outcomes}
+        records.append(training.run_steps(schedule, [stage], STEPS, 4, rank.device))
     return {
         "without": records[0].hooks[rank.rank],
         "with": records[1].hooks[rank.rank],
@@ -451,13 +443,15 @@ def data_parallel(rank: Rank) -> dict[str, Any]:
     with rank.time_limit("DDP"):
         results = {
             "ddp": both_ways(
-                rank, lambda module: DistributedDataParallel(module, process_group=dp_group), pp_group
+                rank,
+                lambda module: DistributedDataParallel(module, process_group=dp_group),
+                pp_group,
             )
         }
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:  # 2.4 and 2.5 keep it here
-        from torch.distributed._composable.fsdp import fully_shard
+        from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
     with rank.time_limit("fully_shard"):
         results["fully_shard"] = both_ways(
             rank, lambda module: fully_shard(module, mesh=mesh["dp"]), pp_group
@@ -482,7 +476,9 @@ def run(rank: Rank) -> dict[str, Any]:
     }
     if rank.ranks == 2:
         scenarios["two_inputs"] = lambda: two_inputs(rank, torch.float32)
-        scenarios["integer_input"] = lambda: two_inputs(rank, torch.int64)
+        # Before 2.12 torch makes every receive buffer require grad, which no integer can.
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
+            scenarios["integer_input"] = lambda: two_inputs(rank, torch.int64)
     for name, scenario in scenarios.items():
         with rank.time_limit(name):
             results[name] = scenario()

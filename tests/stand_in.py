@@ -7,7 +7,7 @@ stage class with the methods that it wraps, over plain objects.
 
 from pathlib import Path
 
-STAGE = '''
+STAGE = """
 class _RecvInfo:
     def __init__(self, input_name, source, buffer):
         self.buffer = buffer
@@ -23,7 +23,7 @@ class _PipelineStageBase:
 
 class PipelineStage(_PipelineStageBase):
     pass
-'''
+"""
 
 
 def make(folder: Path, version: str = "2.13.0", stage: str = STAGE) -> Path:

@@ -77,7 +77,7 @@ def test_pending_until_the_stage_module_is_imported(torch_path: Path) -> None:
 def test_no_torch_is_no_error(tmp_path: Path) -> None:
     # -S: no site-packages, where a torch may be.
     for package in (pp_hookfix, wrapt):
-        source = Path(package.__file__).parent
+        source = Path(str(package.__file__)).parent
         shutil.copytree(source, tmp_path / source.name)
     script = """
 import pp_hookfix
@@ -258,4 +258,3 @@ def test_not_needed_wraps_nothing(tmp_path: Path) -> None:
 def test_status_tells_the_version_and_policy(torch_path: Path) -> None:
     script = "import pp_hookfix, torch; print(pp_hookfix.status()[2:])"
     assert run(script, torch_path) == "('2.13.0', 'detach')\n"
-

@@ -23,7 +23,11 @@ class _PipelineStageBase:
     def _retrieve_recv_activations(self, fwd_chunk_id):
         return tuple(info.take_buffer() for info in self.args_recv_info[fwd_chunk_id])
 """
-# The constructors as the releases have them.
+AFFECTED_RELEASES = [
+    *("2.4.0", "2.4.1", "2.5.0", "2.5.1", "2.6.0", "2.7.0", "2.7.1", "2.8.0", "2.9.0", "2.9.1"),
+    *("2.10.0", "2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1"),
+]
+# The constructor as the releases have them.
 RECV_INFO_2_12 = "def __init__(self, input_name, source, buffer, tensor_meta, *, is_root_arg=False)"
 
 
@@ -36,13 +40,7 @@ def module(source: str) -> types.ModuleType:
 @pytest.mark.parametrize(
     ("version", "source", "state"),
     [
-        *(
-            (version, PERSISTENT, "patched")
-            for version in (
-                "2.4.0 2.4.1 2.5.0 2.5.1 2.6.0 2.7.0 2.7.1 2.8.0 2.9.0 2.9.1 2.10.0 2.11.0 "
-                "2.12.0 2.12.1 2.13.0 2.14.0 2.14.1"
-            ).split()
-        ),
+        *((version, PERSISTENT, "patched") for version in AFFECTED_RELEASES),
         ("2.13.0+cpu", PERSISTENT, "patched"),
         ("2.14.1+rocm7.0", PERSISTENT, "patched"),
         ("2.9.0a0+145a3a7bda.nv25.09", PERSISTENT, "patched"),

@@ -133,9 +133,7 @@ def test_switching_between_steps(seen: list[dict[str, Any]]) -> None:
         assert results["switched_between_steps"] == expected, rank
 
 
-@pytest.mark.parametrize(
-    "scenario", ["frozen", "compiled", "checkpointed", "ddp", "fully_shard"]
-)
+@pytest.mark.parametrize("scenario", ["frozen", "compiled", "checkpointed", "ddp", "fully_shard"])
 def test_wrapped_stages(seen: list[dict[str, Any]], scenario: str) -> None:
     if scenario not in seen[0]:
         pytest.skip("2 x 2 ranks: runs with 4 ranks")
@@ -158,13 +156,7 @@ def test_compiled_stage_is_compiled_in_the_first_step_alone(seen: list[dict[str,
 @pytest.mark.parametrize(("scenario", "per_step"), [("two_inputs", 8), ("integer_input", 4)])
 def test_several_inputs(seen: list[dict[str, Any]], scenario: str, per_step: int) -> None:
     if scenario not in seen[0]:
-        pytest.skip("two stages: runs with 2 ranks")
-    errors = [results[scenario].get("errors") for results in seen]
-    if any(errors):
-        # Some releases let no integer pass between stages, fix or no fix.
-        assert scenario == "integer_input"
-        assert all(error and error[0] == error[1] for error in errors)
-        pytest.skip(f"torch {torch.__version__}: {errors[-1][0]}")
+        pytest.skip("two stages: runs with 2 ranks; an integer passes from torch 2.12 on")
     result = seen[1][scenario]
     assert result["without"] == (piled_up(per_step) if AFFECTED else [per_step] * STEPS)
     assert result["with"] == [per_step] * STEPS
@@ -175,8 +167,10 @@ def test_several_inputs(seen: list[dict[str, Any]], scenario: str, per_step: int
 
 def test_what_a_hook_holds_is_freed_after_its_step(seen: list[dict[str, Any]]) -> None:
     for results in seen[1:]:
-        assert results["freed"]["without"] == (piled_up(4) if AFFECTED else [0] * STEPS)
-        assert results["freed"]["with"] == [0] * STEPS
+        without, fixed = results["freed"]["without"], results["freed"]["with"]
+        # Up to 2.7 torch itself holds a middle stage's outputs until the next step.
+        assert fixed in ([0] * STEPS, [4] * STEPS if TORCH < (2, 8) else [0] * STEPS)
+        assert without == (piled_up(4) if AFFECTED else [0] * STEPS)
 
 
 def test_train_eval_no_grad_inference_mode_train(seen: list[dict[str, Any]]) -> None:

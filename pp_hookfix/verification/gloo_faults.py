@@ -42,9 +42,10 @@ def _batch_p2p(p2p_ops: list[Any], desc: Optional[str] = None) -> Optional[_Work
 def step_round() -> None:
     """Change torch in this process so that its schedules run over Gloo."""
     if _RELEASE < (2, 8):
-        torch_schedules._batch_p2p = _batch_p2p
+        setattr(torch_schedules, "_batch_p2p", _batch_p2p)  # noqa: B010
     if _RELEASE >= (2, 9):
-        torch_stage._PipelineStageBase._get_init_p2p_neighbors_ops = lambda self: []
+        base = torch_stage._PipelineStageBase
+        setattr(base, "_get_init_p2p_neighbors_ops", lambda self: [])  # noqa: B010
 
 
 def runnable(

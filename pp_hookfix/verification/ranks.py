@@ -76,8 +76,9 @@ def start(
         options: passed to the function.
 
     Raises:
-        CannotRun: what a rank raised as such.
+        CannotRun: too few GPUs for nccl, or what a rank raised as such.
     """
+    backend = _resolved(backend, ranks)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="pp_hookfix-") as folder:
         processes = [
@@ -119,8 +120,34 @@ def run_here(
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return _run(
-        function, rank, ranks, local_rank, local_ranks, backend, timeout, options, out, sys.stderr, "env://"
+        function,
+        rank,
+        ranks,
+        local_rank,
+        local_ranks,
+        backend,
+        timeout,
+        options,
+        out,
+        sys.stderr,
+        "env://",
     )
+
+
+def _resolved(backend: str, local_ranks: int) -> str:
+    """``gloo`` or ``nccl`` for the ranks of one machine; see `start`."""
+    import torch
+    import torch.distributed as dist
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "auto":
+        return "nccl" if gpus >= local_ranks and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and gpus < local_ranks:
+        raise CannotRun(
+            f"--backend nccl needs a GPU for each of the {local_ranks} ranks and {gpus} are "
+            "visible: use fewer --ranks or --backend gloo"
+        )
+    return backend
 
 
 def _wait(processes: list[Any]) -> int:
@@ -156,7 +183,16 @@ def _run_started(
     os.dup2(log, 2)
     try:
         result = _run(
-            function, rank, ranks, rank, ranks, backend, timeout, options, out, hangs,
+            function,
+            rank,
+            ranks,
+            rank,
+            ranks,
+            backend,
+            timeout,
+            options,
+            out,
+            hangs,
             f"file://{folder}/rendezvous",
         )
         Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
@@ -208,14 +244,7 @@ def _run(
             timer.cancel()
             faulthandler.cancel_dump_traceback_later()
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend == "auto":
-        backend = "nccl" if gpus >= local_ranks and dist.is_nccl_available() else "gloo"
-    if backend == "nccl" and gpus < local_ranks:
-        raise CannotRun(
-            f"--backend nccl needs a GPU for each of the {local_ranks} ranks and {gpus} are "
-            "visible: use fewer --ranks or --backend gloo"
-        )
+    backend = _resolved(backend, local_ranks)
     if backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -1,6 +1,7 @@
 """Train a small pipeline on this rank and record what its hooks, losses and gradients were."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
 
@@ -94,7 +95,7 @@ def make_stages(
     number = schedules.number_of_stages(name, ranks)
     for index in schedules.stages_of(name, rank, ranks):
         torch.manual_seed(index)
-        examples = {}
+        examples: dict[str, Any] = {}
         if not infer_metadata:
             # From 2.12 the examples also tell whether a tensor carries a gradient.
             examples["input_args"] = torch.zeros(
@@ -195,13 +196,13 @@ def losses_equal(one: Record, other: Record) -> bool:
 
 def gradients_equal(one: Record, other: Record) -> bool:
     """Whether every gradient, of parameters and at stage inputs, is the same to the last bit."""
-    return all(
-        mine.keys() == theirs.keys() and all(_equal(mine[key], theirs[key]) for key in mine)
-        for mine, theirs in (
-            (one.gradients, other.gradients),
-            (one.boundary, other.boundary),
-        )
-    )
+    return _all_equal(one.gradients, other.gradients) and _all_equal(one.boundary, other.boundary)
+
+
+def _all_equal(
+    one: Mapping[Any, list[torch.Tensor]], other: Mapping[Any, list[torch.Tensor]]
+) -> bool:
+    return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
 
 
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -90,9 +90,7 @@ def _verify_schedule(rank: Rank, name: str, steps: int, microbatches: int) -> di
     runs = []
     for switch in (pp_hookfix.disable, pp_hookfix.enable):
         switch()
-        runs.append(
-            training.train(name, rank.rank, rank.ranks, rank.device, steps, microbatches)
-        )
+        runs.append(training.train(name, rank.rank, rank.ranks, rank.device, steps, microbatches))
     without, with_fix = runs
     seen: list[Any] = [None] * rank.ranks
     dist.all_gather_object(
@@ -107,9 +105,7 @@ def _verify_schedule(rank: Rank, name: str, steps: int, microbatches: int) -> di
     hooks_without, hooks_with = (
         {
             str(stage): counts
-            for stage, counts in sorted(
-                item for of_rank in seen for item in of_rank[run].items()
-            )
+            for stage, counts in sorted(item for of_rank in seen for item in of_rank[run].items())
             if stage > 0  # the first stage receives nothing
         }
         for run in (0, 1)
