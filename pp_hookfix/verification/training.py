@@ -88,7 +88,7 @@ def make_stages(
         device: where the modules and the receive buffers live.
         module: makes one stage's module, on the CPU.
         infer_metadata: give no example tensors, so that torch infers the
-            shapes in step 1 (2.5 and later).
+            shapes in step 1 (2.6 and later).
         group: the pipeline's process group; default: the whole world.
     """
     stages = []
