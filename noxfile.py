@@ -15,6 +15,15 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
+@nox.session(python=["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"])
+@nox.parametrize("wrapt", ["1.14.*", "1.17.*", ">=2"])
+def pythons(session: nox.Session, wrapt: str) -> None:
+    """The tests that need no torch, on every CPython here and with old and new wrapts."""
+    specifier = wrapt if wrapt.startswith(">") else f"=={wrapt}"
+    session.install(".", f"wrapt{specifier}", "pytest>=8", "pytest-timeout>=2.3")
+    session.run("pytest", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Lint and check the format."""
@@ -26,7 +35,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Strict types, of the tests too."""
-    session.install(".[test]", TORCH, "mypy==2.4.*", "nox")
+    session.install(".[test]", TORCH, "mypy==2.4.*", "nox", "types-tqdm")
     session.run("mypy")
 
 

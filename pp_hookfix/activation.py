@@ -37,12 +37,19 @@ def activate() -> None:
     """Enable the policy that the environment names; what ``import pp_hookfix`` does.
 
     Raises:
-        ValueError: ``PP_HOOKFIX`` is neither a policy nor ``off``.
+        ValueError: ``PP_HOOKFIX`` is neither a policy nor ``off``. While the
+            interpreter starts, a line on standard error instead.
     """
     global _why_off
     try:
         policy = _policy_of_environment()
     except ValueError as error:
+        if _interpreter_is_starting():
+            # Raised here, it would end a sitecustomize half way, and the whole
+            # interpreter where autowrapt imports us.
+            sys.stderr.write(f"pp_hookfix: {error} {sys.executable} runs without the fix.\n")
+            _why_off = str(error)
+            return
         if _runs_our_command():
             # A usage error of the command: its one line, not a traceback.
             sys.stderr.write(f"pp-hookfix: {error}\n")
@@ -81,7 +88,7 @@ def enable(policy: "Optional[str]" = None) -> None:
         import importlib
 
         # Waits for a thread that is in the middle of importing it.
-        _decide(importlib.import_module(STAGE_MODULE))
+        on_stage_module(importlib.import_module(STAGE_MODULE))
     elif sys.modules.get("torch") is not None:
         _wait_for_stage_module()
     else:
@@ -162,14 +169,17 @@ def _wait_for_stage_module() -> None:
     try:
         import wrapt
 
-        wrapt.register_post_import_hook(_decide, STAGE_MODULE)
+        wrapt.register_post_import_hook(on_stage_module, STAGE_MODULE)
     except Exception as error:
         _wrapt_waits = False
         _failed(error)
 
 
-def _decide(stage_module: "ModuleType") -> None:
-    """Decide and patch. Never raises: wrapt would let the import of torch fail with it."""
+def on_stage_module(stage_module: "ModuleType") -> None:
+    """Decide and patch, once torch's stage module is loaded; a post-import hook of wrapt.
+
+    Never raises: the import of torch would fail with it.
+    """
     global _status
     try:
         from pp_hookfix import decision, patch
@@ -234,6 +244,14 @@ def _policy_of_environment() -> str:
             )
         )
     return policy
+
+
+def _interpreter_is_starting() -> bool:
+    """Whether ``site`` is what imports us: a sitecustomize, or a ``.pth`` file."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__") != "site":
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "site"
 
 
 def _runs_our_command() -> bool:

@@ -8,7 +8,8 @@ import sys
 from typing import Callable, Optional
 
 import pp_hookfix
-from pp_hookfix.activation import STAGE_MODULE
+from pp_hookfix.activation import ENVIRONMENT_VARIABLE, STAGE_MODULE
+from pp_hookfix.policies import POLICIES
 from pp_hookfix.verification.schedules import LAYOUTS
 
 
@@ -71,6 +72,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("--json", action="store_true", help="print one JSON object")
     verify.set_defaults(run=_verify)
+
+    run = commands.add_parser(
+        "run",
+        help="run a command with the fix active in it and in all its Python children",
+        usage="pp-hookfix run [-h] [--policy NAME] COMMAND [ARGS ...]",
+        description="Run a command with the fix active in it and in all its Python children, "
+        "for example: pp-hookfix run torchrun --nproc-per-node 8 train.py. Nothing is written "
+        "anywhere: a folder with a sitecustomize of ours goes first on PYTHONPATH. Out of reach "
+        "is a Python that is started with -E, -I or -S.",
+    )
+    run.add_argument(
+        "--policy",
+        choices=[*POLICIES, "off"],
+        metavar="NAME",
+        help=f"set {ENVIRONMENT_VARIABLE} for the command: {', '.join(POLICIES)} or off",
+    )
+    # One positional that takes the rest as it is, the command's own options too.
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    run.set_defaults(run=_run, error=run.error)
     return parser
 
 
@@ -137,6 +157,30 @@ def _verify(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"--- rank {rank} printed:\n{log}")
         return 1
     return int(max(outcome.results))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    command: list[str] = arguments.command
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
+        arguments.error("the following arguments are required: COMMAND")
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "in_every_process")
+    # An empty PYTHONPATH is none; after a separator it would be the working folder.
+    existing = os.environ.get("PYTHONPATH")
+    if not existing or existing.split(os.pathsep)[0] != folder:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, existing] if existing else [folder])
+    if arguments.policy is not None:
+        os.environ[ENVIRONMENT_VARIABLE] = arguments.policy
+    sys.stdout.flush()
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        print(f"pp-hookfix run: {command[0]}: command not found", file=sys.stderr)
+        return 127
+    except OSError as error:
+        print(f"pp-hookfix run: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 126
 
 
 def _cannot_run(why: str) -> int:

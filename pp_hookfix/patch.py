@@ -85,7 +85,8 @@ def take_out(keep: Container[str] = ()) -> None:
     """
     for (base, name), there in list(_in_place.items()):
         there.around.does = None
-        if name not in keep and vars(base).get(name) is there.wrapper:
+        outermost = vars(base).get(name) is there.wrapper
+        if outermost and name not in keep:
             setattr(base, name, there.wrapper.__wrapped__)
             del _in_place[base, name]
 

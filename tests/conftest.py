@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -17,6 +18,7 @@ except ImportError:  # the torch-free tests run wherever a CPython is
         "test_recv_buffer_hooks.py",
         "test_patch.py",
         "test_command.py",
+        "test_ways_in_torch.py",
     ]
 else:
     TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -42,7 +44,7 @@ def python(
     *arguments: str,
     cwd: Optional[Path] = None,
     timeout: float = 120,
-    env: Optional[dict[str, Optional[str]]] = None,
+    env: Optional[Mapping[str, Optional[str]]] = None,
 ) -> "subprocess.CompletedProcess[str]":
     """Run this interpreter in a new process; `env` adds to the environment, None removes."""
     environment = {key: value for key, value in os.environ.items() if key != "PP_HOOKFIX"}

@@ -1,0 +1,99 @@
+"""What the fix costs an interpreter that does nothing: whole processes, interleaved.
+
+    python benchmarks/startup.py [--rounds N] [--json]
+
+Rows, against the baseline ``bare``:
+
+- ``bare``: a new virtual environment's interpreter, ``-c pass``;
+- ``run``: the same one, in the environment that ``pp-hookfix run`` makes;
+- ``autowrapt, idle`` and ``autowrapt``: the interpreter that runs this script, if
+  autowrapt is installed there, without and with ``AUTOWRAPT_BOOTSTRAP=pp_hookfix``.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def environment_of_run(python: str) -> dict[str, str]:
+    """The environment variables of a command under ``pp-hookfix run``."""
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    command = [sys.executable, "-m", "pp_hookfix", "run", python, "-c", show]
+    environment: dict[str, str] = json.loads(subprocess.check_output(command, text=True))
+    return environment
+
+
+def seconds(python: str, environment: Mapping[str, str]) -> float:
+    start = time.perf_counter()
+    subprocess.run([python, "-c", "pass"], env=environment, check=True)
+    return time.perf_counter() - start
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """Seconds of each whole process, by row; one of each row per round."""
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTHONPATH", "PP_HOOKFIX", "AUTOWRAPT_BOOTSTRAP")
+    }
+    os.environ.clear()
+    os.environ.update(inherited)
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, symlinks=True)
+        python = str(Path(folder, "bin", "python"))
+        rows: dict[str, tuple[str, Mapping[str, str]]] = {
+            "bare": (python, inherited),
+            "run": (python, environment_of_run(python)),
+        }
+        if importlib.util.find_spec("autowrapt") is not None:
+            rows["autowrapt, idle"] = sys.executable, inherited
+            rows["autowrapt"] = sys.executable, {**inherited, "AUTOWRAPT_BOOTSTRAP": "pp_hookfix"}
+        taken: dict[str, list[float]] = {name: [] for name in rows}
+        for name in rows:  # compiles what is not compiled yet
+            seconds(*rows[name])
+        for _ in range(rounds):
+            for name in rows:
+                taken[name].append(seconds(*rows[name]))
+    return taken
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=100, help="processes per row (100)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    taken = measure(arguments.rounds)
+    bare = statistics.median(taken["bare"])
+    rows = [
+        {
+            "row": name,
+            "median_ms": round(1000 * statistics.median(times), 2),
+            "quartiles_ms": [round(1000 * q, 2) for q in statistics.quantiles(times, n=4)[::2]],
+            "over_bare": round(statistics.median(times) / bare, 3),
+        }
+        for name, times in taken.items()
+    ]
+    if arguments.json:
+        print(json.dumps(rows))
+        return 0
+    print(f"{'':16} {'median':>9} {'quartiles':>16} {'over bare':>10}")
+    for row in rows:
+        low, high = row["quartiles_ms"]
+        print(
+            f"{row['row']:16} {row['median_ms']:6.2f} ms {low:6.2f} - {high:5.2f} ms "
+            f"{row['over_bare']:9.2f}x"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
