@@ -22,6 +22,7 @@ import time
 import venv
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def environment_of_run(python: str) -> dict[str, str]:
@@ -73,7 +74,7 @@ def main() -> int:
     arguments = parser.parse_args()
     taken = measure(arguments.rounds)
     bare = statistics.median(taken["bare"])
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "row": name,
             "median_ms": round(1000 * statistics.median(times), 2),

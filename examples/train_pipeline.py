@@ -59,13 +59,14 @@ def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def make_stage(rank: int, ranks: int, device: torch.device) -> PipelineStage:
-    torch.manual_seed(rank)
+def make_stage(
+    module: LanguageModelStage, rank: int, ranks: int, device: torch.device
+) -> PipelineStage:
     hidden = torch.zeros(ROWS, CONTEXT, WIDTH, device=device, requires_grad=True)
     tokens = torch.zeros(ROWS, CONTEXT, dtype=torch.int64, device=device)
     logits = torch.zeros(ROWS, CONTEXT, 256, device=device, requires_grad=True)
     return PipelineStage(
-        LanguageModelStage(rank, ranks).to(device),
+        module,
         rank,
         ranks,
         device,
@@ -93,9 +94,11 @@ def main() -> int:
             f"a stage is one rank and takes at least one of {LAYERS} layers: 2 to {LAYERS}"
         )
 
-    stage = make_stage(rank, ranks, device)
+    torch.manual_seed(rank)
+    module = LanguageModelStage(rank, ranks).to(device)
+    stage = make_stage(module, rank, ranks, device)
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=loss_fn)
-    optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     text = torch.tensor(list("\n".join(topics.values()).encode()))
     generator = torch.Generator().manual_seed(0)  # every rank draws the same
     last = rank == ranks - 1
@@ -103,7 +106,7 @@ def main() -> int:
     for step in range(1, steps + 1):
         starts = torch.randint(len(text) - CONTEXT, (ROWS * MICROBATCHES,), generator=generator)
         window = text[starts[:, None] + torch.arange(CONTEXT + 1)].to(device)
-        stage.submod.boundary_norms.clear()
+        module.boundary_norms.clear()
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         if rank == 0:
@@ -115,7 +118,7 @@ def main() -> int:
         optimizer.step()
 
         norms: list[list[float]] = [[] for _ in range(ranks)]
-        dist.all_gather_object(norms, stage.submod.boundary_norms)
+        dist.all_gather_object(norms, module.boundary_norms)
         if last:
             boundaries = "; ".join(
                 f"stage {index - 1}-{index}: {len(of_stage)} gradients, norms add up to "

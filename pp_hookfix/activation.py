@@ -69,7 +69,8 @@ def enable(policy: "Optional[str]" = None) -> None:
 
     Args:
         policy: what stages are handed, a key of ``policies.POLICIES``. Default:
-            the one that ``PP_HOOKFIX`` names, else ``detach``.
+            the one that ``PP_HOOKFIX`` names, else ``detach``. A policy that is
+            on gives way to another.
 
     Raises:
         ValueError: `policy`, or ``PP_HOOKFIX``, is not one of those allowed.

@@ -58,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
         f"({', '.join(LAYOUTS)})",
     )
     verify.add_argument(
+        "--policy",
+        action="append",
+        choices=list(POLICIES),
+        metavar="NAME",
+        help=f"a policy; may be repeated; default: all ({', '.join(POLICIES)})",
+    )
+    verify.add_argument(
         "--backend",
         choices=("gloo", "nccl"),
         default="auto",
@@ -141,6 +148,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         "steps": arguments.steps,
         "microbatches": arguments.microbatches,
         "names": arguments.schedule,
+        "policies": arguments.policy or list(POLICIES),
         "as_json": arguments.json,
     }
     if ranks.started_by_torchrun() and arguments.ranks is not None:

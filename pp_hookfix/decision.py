@@ -17,9 +17,12 @@ from pp_hookfix.policies import POLICIES
 FIRST_AFFECTED = (2, 4)
 FIRST_FIXED = (2, 15)
 
-# A call that each wrapped method must accept: argument names as torch passes them.
-_CALLS = {
-    "_retrieve_recv_activations": ("self", "fwd_chunk_id"),
+# Calls, one of which a wrapped method must take; the arguments of the others do not
+# matter to us.
+_CALLS: dict[str, list[tuple[str, ...]]] = {
+    "_retrieve_recv_activations": [("self", "fwd_chunk_id")],
+    "_retrieve_recv_grads": [("self", "bwd_chunk_id")],
+    "_get_recv_ops": [("self", "recv_infos"), ("self", "recv_infos", "group")],  # 2.14: group
 }
 
 
@@ -86,6 +89,21 @@ def decide(torch_version: str, stage_module: ModuleType, policy: str) -> Status:
     )
 
 
+def stage_classes_with(stage_module: ModuleType, method: str) -> list[type]:
+    """torch's stage classes that define a method themselves: the base, or its subclasses.
+
+    The method that a stage runs is one of these, whichever release put it where.
+    """
+    return [
+        cls
+        for cls in vars(stage_module).values()
+        if isinstance(cls, type)
+        and issubclass(cls, stage_module._PipelineStageBase)
+        and callable(vars(cls).get(method))
+        and not getattr(vars(cls)[method], "__isabstractmethod__", False)
+    ]
+
+
 def _is_release_from(first: tuple[int, int], torch_version: str) -> bool:
     """Whether a version is `first` or later, its own pre-releases not counted."""
     parsed = re.match(r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.?dev)?", torch_version)
@@ -106,25 +124,27 @@ def _missing(stage_module: ModuleType, policy: str) -> list[str]:
     if base is None:
         missing.append("a class _PipelineStageBase")
     else:
-        for name in POLICIES[policy]:
-            method = vars(base).get(name)
-            call = _CALLS[name]
-            if not callable(method):
+        for name in POLICIES[policy].wrappers:
+            classes = stage_classes_with(stage_module, name)
+            calls = _CALLS.get(name)
+            if not classes:
                 missing.append(f"a method _PipelineStageBase.{name}")
-            elif not _accepts(method, call):
-                missing.append(f"_PipelineStageBase.{name} to be called as ({', '.join(call)})")
+            elif calls and not all(_accepts(vars(cls)[name], calls) for cls in classes):
+                missing.append(f"_PipelineStageBase.{name} to be called as ({', '.join(calls[0])})")
     recv_info = getattr(stage_module, "_RecvInfo", None)
     if recv_info is None or "buffer" not in _parameters(recv_info.__init__):
         missing.append("a descriptor _RecvInfo that is made with its buffer")
     return missing
 
 
-def _accepts(method: Callable[..., Any], call: tuple[str, ...]) -> bool:
-    try:
-        inspect.signature(method).bind(*call)
-    except (TypeError, ValueError):
-        return False
-    return True
+def _accepts(method: Callable[..., Any], calls: list[tuple[str, ...]]) -> bool:
+    for call in calls:
+        try:
+            inspect.signature(method).bind(*call)
+        except (TypeError, ValueError):
+            continue
+        return True
+    return False
 
 
 def _parameters(method: Callable[..., Any]) -> Container[str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import wrapt
 
+from pp_hookfix.decision import stage_classes_with
 from pp_hookfix.policies import POLICIES
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class _InPlace(NamedTuple):
 
 # What stands in torch now, by the class and the method's name.
 _in_place: dict[tuple[type, str], _InPlace] = {}
+_active: Optional[str] = None
 
 
 def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exception], None]) -> None:
@@ -65,16 +67,21 @@ def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exceptio
         on_failure: called with an exception of ours, once torch's own method
             has returned. The training step goes on with what torch returned.
     """
-    take_out(keep=POLICIES[policy])
-    base = stage_module._PipelineStageBase
-    for name, does in POLICIES[policy].items():
-        there = _in_place.get((base, name))
-        if there is None or not _leads_to(vars(base)[name], there.wrapper):
-            around = _Around(on_failure)
-            there = _InPlace(wrapt.FunctionWrapper(vars(base)[name], around), around)
-            setattr(base, name, there.wrapper)
-            _in_place[base, name] = there
-        there.around.does = does
+    global _active
+    if policy != _active:
+        take_out(keep=POLICIES[policy].wrappers)
+    for name, does in POLICIES[policy].wrappers.items():
+        for cls in stage_classes_with(stage_module, name):
+            there = _in_place.get((cls, name))
+            if there is None or not _leads_to(vars(cls)[name], there.wrapper):
+                if there is not None:
+                    there.around.does = None  # should a wrapper that hides it still call it
+                around = _Around(on_failure)
+                there = _InPlace(wrapt.FunctionWrapper(vars(cls)[name], around), around)
+                setattr(cls, name, there.wrapper)
+                _in_place[cls, name] = there
+            there.around.does = does
+    _active = policy
 
 
 def take_out(keep: Container[str] = ()) -> None:
@@ -83,12 +90,16 @@ def take_out(keep: Container[str] = ()) -> None:
     Where another package has wrapped ours since, theirs stays and ours does
     nothing more. Wrappers of the methods in `keep` stay, doing nothing.
     """
-    for (base, name), there in list(_in_place.items()):
+    global _active
+    for (cls, name), there in list(_in_place.items()):
         there.around.does = None
-        outermost = vars(base).get(name) is there.wrapper
+        outermost = vars(cls).get(name) is there.wrapper
         if outermost and name not in keep:
-            setattr(base, name, there.wrapper.__wrapped__)
-            del _in_place[base, name]
+            setattr(cls, name, there.wrapper.__wrapped__)
+            del _in_place[cls, name]
+    if _active is not None:
+        POLICIES[_active].leave()
+        _active = None
 
 
 def _leads_to(method: Any, wrapper: Any) -> bool:

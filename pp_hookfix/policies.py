@@ -1,60 +1,198 @@
-"""What a stage is handed in place of its persistent receive buffer.
+"""What a stage is handed in place of its persistent receive buffer: three policies.
 
-Each policy names the methods of ``_PipelineStageBase`` that it wraps and, for
-each, a wrapt wrapper ``(wrapped, stage, args, kwargs)``. A further policy is a
-further entry of `POLICIES`, beside the one that is there.
+============================================== ======== ======= =======
+what a stage gets                               detach   clone   fresh
+============================================== ======== ======= =======
+hooks, ``.grad``, attributes end with the step  yes      yes     yes
+no data copy                                    yes      no      yes
+the receive buffer keeps its memory             yes      yes     no
+an input kept across steps stays what it was    no       yes     yes
+a received gradient that is kept stays, too     no       yes     yes
+receive buffers alive                           all      all     in flight
+============================================== ======== ======= =======
+
+A policy names the methods of torch's stages that it wraps and, for each, a wrapt
+wrapper ``(wrapped, stage, args, kwargs)``.
 """
 
 # Read at interpreter start for the policies' names: no import at module level.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Any
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import Any, Optional
+    from weakref import WeakSet
 
     import torch
 
-    Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+    Args = tuple[Any, ...]
+    Kwargs = dict[str, Any]
+    Wrapper = Callable[[Callable[..., Any], Any, Args, Kwargs], Any]
+
+
+# --- detach: a new tensor over the receive buffer's own storage
 
 
 def alias_activations(
-    wrapped: "Callable[..., Any]", stage: "Any", args: "tuple[Any, ...]", kwargs: "dict[str, Any]"
+    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
 ) -> "Any":
-    """Hand out a new tensor over each receive buffer's own storage.
-
-    Wraps ``_retrieve_recv_activations(fwd_chunk_id)``. What torch returns and
-    is not the microbatch's receive buffer itself (a DTensor built around it,
-    ``None``) passes through as it is.
-    """
+    """Around ``_retrieve_recv_activations(fwd_chunk_id)``."""
     activations = wrapped(*args, **kwargs)
-    recv_infos = stage.args_recv_info[_microbatch(*args, **kwargs)]
-    return _replace(activations, recv_infos, _alias)
+    recv_infos = stage.args_recv_info[_first(*args, **kwargs)]
+    return _replace(activations, _with_buffer(recv_infos), _is, _alias)
 
 
-POLICIES: "dict[str, dict[str, Wrapper]]" = {
-    "detach": {"_retrieve_recv_activations": alias_activations},
+# --- clone: a copy of the receive buffer, in both directions
+
+
+def copy_activations(
+    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
+) -> "Any":
+    """Around ``_retrieve_recv_activations(fwd_chunk_id)``."""
+    activations = wrapped(*args, **kwargs)
+    recv_infos = stage.args_recv_info[_first(*args, **kwargs)]
+    copied = _replace(activations, _from_other_ranks(stage, recv_infos), _lies_on, _copy)
+    # What a neighbour on the same rank handed over: its `.grad` ends with the step, too.
+    return _replace(copied, _with_buffer(recv_infos), _is, _alias)
+
+
+def copy_gradients(
+    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
+) -> "Any":
+    """Around ``_retrieve_recv_grads(bwd_chunk_id)``."""
+    gradients = wrapped(*args, **kwargs)
+    recv_infos = stage.grad_recv_info[_first(*args, **kwargs)]
+    return _replace(gradients, _from_other_ranks(stage, recv_infos), _lies_on, _copy)
+
+
+# --- fresh: a receive buffer from its receive to its retrieval, as torch 2.15 has it
+#
+# At all other times a descriptor holds a plan: a tensor on the meta device that
+# remembers size, stride, dtype and whether a gradient is required, has no memory,
+# and lets torch's own code read and reset it as it does a buffer.
+
+
+def plan_buffers(
+    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
+) -> "Any":
+    """Around ``_prepare_forward_infra`` and ``_prepare_backward_infra``, which make buffers."""
+    result = wrapped(*args, **kwargs)
+    _planned_stages().add(stage)
+    for info in _all_recv_infos(stage):
+        info.buffer = _plan(info.buffer)
+    return result
+
+
+def allocate_buffers(
+    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
+) -> "Any":
+    """Around ``_get_recv_ops(recv_infos)``, which posts a microbatch's receives."""
+    _planned_stages().add(stage)  # built before this policy was enabled
+    for info in _with_buffer(_first(*args, **kwargs)):
+        info.buffer = _allocate(info.buffer, stage.device)
+    return wrapped(*args, **kwargs)
+
+
+def give_activations(
+    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
+) -> "Any":
+    """Around ``_retrieve_recv_activations(fwd_chunk_id)``.
+
+    Raises:
+        RuntimeError: nothing was received for this microbatch, or it was
+            retrieved already; torch 2.15 raises then, too.
+    """
+    microbatch = _first(*args, **kwargs)
+    recv_infos = list(_with_buffer(stage.args_recv_info[microbatch]))
+    if any(info.buffer.is_meta for info in recv_infos):
+        raise RuntimeError(
+            f"pp_hookfix: stage {stage.stage_index} has no received activation for microbatch "
+            f"{microbatch} to retrieve: under the policy fresh a receive can be retrieved once. "
+            "Use PP_HOOKFIX=detach or clone."
+        )
+    activations = wrapped(*args, **kwargs)
+    for info in recv_infos:
+        info.buffer = _plan(info.buffer)
+    return activations
+
+
+def give_gradients(
+    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
+) -> "Any":
+    """Around ``_retrieve_recv_grads(bwd_chunk_id)``.
+
+    Where a stage of the same rank had no gradient to hand over, torch 2.13 and
+    later zero the buffer that is there: here, the plan.
+    """
+    recv_infos = list(_with_buffer(stage.grad_recv_info[_first(*args, **kwargs)]))
+    for info in recv_infos:
+        if info.buffer.is_meta:
+            info.buffer = _allocate(info.buffer, stage.device).zero_()
+    gradients = wrapped(*args, **kwargs)
+    for info in recv_infos:
+        info.buffer = _plan(info.buffer)
+    return gradients
+
+
+def return_buffers() -> None:
+    """Leave ``fresh``: stages that were planned get real buffers again."""
+    for stage in _planned_stages():
+        for info in _all_recv_infos(stage):
+            if info.buffer.is_meta:
+                info.buffer = _allocate(info.buffer, stage.device)
+    _planned_stages().clear()
+
+
+# --- the table
+
+
+class Policy:
+    """What to wrap, and what to do when the policy ends with stages still in use."""
+
+    __slots__ = ("leave", "wrappers")
+
+    def __init__(
+        self, wrappers: "dict[str, Wrapper]", leave: "Callable[[], None]" = lambda: None
+    ) -> None:
+        self.wrappers = wrappers
+        self.leave = leave
+
+
+POLICIES = {
+    "detach": Policy(
+        {"_retrieve_recv_activations": alias_activations},
+    ),
+    "clone": Policy(
+        {
+            "_retrieve_recv_activations": copy_activations,
+            "_retrieve_recv_grads": copy_gradients,
+        },
+    ),
+    "fresh": Policy(
+        {
+            "_prepare_forward_infra": plan_buffers,
+            "_prepare_backward_infra": plan_buffers,
+            "_get_recv_ops": allocate_buffers,
+            "_retrieve_recv_activations": give_activations,
+            "_retrieve_recv_grads": give_gradients,
+        },
+        leave=return_buffers,
+    ),
 }
 DEFAULT = "detach"
 
 
-def _microbatch(fwd_chunk_id: int) -> int:
-    return fwd_chunk_id
+# --- one tensor
 
 
-def _replace(
-    handed_out: "Any",
-    recv_infos: "Iterable[Any]",
-    new: "Callable[[torch.Tensor], torch.Tensor]",
-) -> "Any":
-    """Put a new tensor in the place of each that is still a receive buffer."""
-    buffers = [getattr(info, "buffer", None) for info in recv_infos]
-    return type(handed_out)(
-        [
-            new(tensor)
-            if tensor is not None and any(tensor is buffer for buffer in buffers)
-            else tensor
-            for tensor in handed_out
-        ]
-    )
+def _is(tensor: "torch.Tensor", buffer: "torch.Tensor") -> bool:
+    """Whether torch handed out the receive buffer itself."""
+    return tensor is buffer
+
+
+def _lies_on(tensor: "torch.Tensor", buffer: "torch.Tensor") -> bool:
+    """Whether what torch handed out has the receive buffer's memory: a DTensor may, too."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.data_ptr() == buffer.data_ptr()
 
 
 def _alias(buffer: "torch.Tensor") -> "torch.Tensor":
@@ -71,3 +209,93 @@ def _alias(buffer: "torch.Tensor") -> "torch.Tensor":
         with torch.inference_mode():
             return buffer.detach().requires_grad_(buffer.requires_grad)
     return buffer.detach().requires_grad_(buffer.requires_grad)
+
+
+def _copy(buffer: "torch.Tensor") -> "torch.Tensor":
+    """A leaf with the buffer's data, in the buffer's own layout (`clone` keeps strides)."""
+    return buffer.detach().clone().requires_grad_(buffer.requires_grad)
+
+
+def _plan(buffer: "torch.Tensor") -> "torch.Tensor":
+    return _empty_like(buffer, "meta")
+
+
+def _allocate(plan: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
+    return _empty_like(plan, device)
+
+
+def _empty_like(tensor: "torch.Tensor", device: "Any") -> "torch.Tensor":
+    import torch
+
+    return torch.empty_strided(
+        tensor.size(),
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device=device,
+        requires_grad=tensor.requires_grad,
+    )
+
+
+# --- torch's receive descriptors
+
+
+def _first(first: "Any", *rest: "Any", **named: "Any") -> "Any":
+    """The first argument of a call, given by position."""
+    return first
+
+
+def _with_buffer(recv_infos: "Iterable[Any]") -> "Iterator[Any]":
+    """Those that receive: not the pipeline's own inputs, nor gradients that do not exist."""
+    for info in recv_infos:
+        if getattr(info, "buffer", None) is not None:
+            yield info
+
+
+def _all_recv_infos(stage: "Any") -> "Iterator[Any]":
+    for by_microbatch in (stage.args_recv_info, stage.grad_recv_info):
+        for recv_infos in by_microbatch.values():
+            yield from _with_buffer(recv_infos)
+
+
+def _from_other_ranks(stage: "Any", recv_infos: "Iterable[Any]") -> "list[Any]":
+    """Without what a V schedule's neighbour on the same rank hands over: a new tensor each time."""
+    rank_of_stage = stage.stage_index_to_group_rank
+    return [
+        info
+        for info in _with_buffer(recv_infos)
+        if rank_of_stage[info.source] != rank_of_stage[stage.stage_index]
+    ]
+
+
+def _replace(
+    handed_out: "Any",
+    recv_infos: "Iterable[Any]",
+    matches: "Callable[[torch.Tensor, torch.Tensor], bool]",
+    new: "Callable[[torch.Tensor], torch.Tensor]",
+) -> "Any":
+    """Put a new tensor in the place of each that matches one of the receive buffers.
+
+    All else that a stage is handed, None among it, stays as it is.
+    """
+    buffers = [info.buffer for info in recv_infos]
+    return type(handed_out)(
+        [
+            new(tensor)
+            if tensor is not None and any(matches(tensor, buffer) for buffer in buffers)
+            else tensor
+            for tensor in handed_out
+        ]
+    )
+
+
+_planned: "Optional[WeakSet[Any]]" = None
+
+
+def _planned_stages() -> "WeakSet[Any]":
+    """Stages whose descriptors may hold plans."""
+    global _planned
+    if _planned is None:
+        import weakref
+
+        _planned = weakref.WeakSet()
+    return _planned

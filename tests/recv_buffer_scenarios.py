@@ -9,7 +9,7 @@ import contextlib
 import gc
 import inspect
 import weakref
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,17 @@ from pp_hookfix.verification import schedules, training
 from pp_hookfix.verification.ranks import Rank
 from pp_hookfix.verification.training import FEATURES, ROWS, InputHooks, Record
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 STEPS = 5
 FRONTENDS = ["manual", "inferred", "traced"]
 if inspect.signature(PipelineStage).parameters["input_args"].default is inspect.Parameter.empty:
     FRONTENDS.remove("inferred")  # 2.4 and 2.5 want example tensors
 
 
-def switch(fixed: bool) -> None:
-    """Turn the fix on or off for what follows."""
+def switch(fixed: Union[bool, str]) -> None:
+    """For what follows: stock torch (False), the default policy (True), or a policy by name."""
     if fixed:
-        pp_hookfix.enable()
+        pp_hookfix.enable("detach" if fixed is True else str(fixed))
     else:
         pp_hookfix.disable()
 
@@ -119,7 +120,7 @@ class Traced:
 
 
 def leaks(
-    rank: Rank, traced: Traced, name: str, frontend: str, fixed: bool
+    rank: Rank, traced: Traced, name: str, frontend: str, fixed: Union[bool, str]
 ) -> tuple[Record, dict[str, Any]]:
     """Train with every kind of leak on every stage's input; count what piles up."""
     switch(fixed)
@@ -451,10 +452,10 @@ def data_parallel(rank: Rank) -> dict[str, Any]:
                 pp_group,
             )
         }
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:  # 2.4 and 2.5 keep it here
-        from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
+    if TORCH < (2, 6):  # asks for a CUDA stream there
+        return results
+    from torch.distributed.fsdp import fully_shard
+
     with rank.time_limit("fully_shard"):
         results["fully_shard"] = both_ways(
             rank, lambda module: fully_shard(module, mesh=mesh["dp"]), pp_group
@@ -479,8 +480,8 @@ def run(rank: Rank) -> dict[str, Any]:
     }
     if rank.ranks == 2:
         scenarios["two_inputs"] = lambda: two_inputs(rank, torch.float32)
-        # Before 2.12 torch makes every receive buffer require grad, which no integer can.
-        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
+        # Before 2.13 torch asks for a gradient of every tensor that stages pass on.
+        if TORCH >= (2, 13):
             scenarios["integer_input"] = lambda: two_inputs(rank, torch.int64)
     for name, scenario in scenarios.items():
         with rank.time_limit(name):
