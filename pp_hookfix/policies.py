@@ -239,9 +239,9 @@ def _empty_like(tensor: "torch.Tensor", device: "Any") -> "torch.Tensor":
 # --- torch's receive descriptors
 
 
-def _first(first: "Any", *rest: "Any", **named: "Any") -> "Any":
-    """The first argument of a call, given by position."""
-    return first
+def _first(*args: "Any", **kwargs: "Any") -> "Any":
+    """The first argument of a call, whichever way it was given."""
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def _with_buffer(recv_infos: "Iterable[Any]") -> "Iterator[Any]":

@@ -7,6 +7,7 @@ import pytest
 import stand_in
 
 from pp_hookfix.decision import decide
+from pp_hookfix.policies import POLICIES
 
 PERSISTENT = stand_in.STAGE
 JUST_IN_TIME = """
@@ -123,6 +124,53 @@ def test_drifted_internals_are_unsupported(old: str, new: str, missing: str) -> 
     assert status.state == "unsupported"
     assert "2.14.1" in status.reason
     assert missing in status.reason
+
+
+FRESH = (
+    PERSISTENT
+    + """
+    def _prepare_forward_infra(self, num_microbatches): ...
+
+
+class _Base(_PipelineStageBase):
+    def _prepare_backward_infra(self, num_microbatches): ...
+
+    def _get_recv_ops(self, recv_infos, group): ...
+
+    def _retrieve_recv_grads(self, bwd_chunk_id): ...
+"""
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_is_patched_where_its_methods_are(policy: str) -> None:
+    status = decide("2.14.1", module(FRESH), policy)
+    assert (status.state, status.policy) == ("patched", policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "method"),
+    [(policy, method) for policy in POLICIES for method in POLICIES[policy].wrappers],
+)
+def test_a_policy_is_unsupported_where_a_method_of_its_is_gone(policy: str, method: str) -> None:
+    status = decide("2.14.1", module(FRESH.replace(method, "_gone")), policy)
+    assert status.state == "unsupported"
+    assert f"a method _PipelineStageBase.{method}" in status.reason
+    assert f"policy {policy}" in status.reason
+    # The others do not need it.
+    for other in POLICIES:
+        if method not in POLICIES[other].wrappers:
+            assert (
+                decide("2.14.1", module(FRESH.replace(method, "_gone")), other).state == "patched"
+            )
+
+
+def test_a_method_that_takes_other_arguments_is_unsupported() -> None:
+    source = FRESH.replace("(self, bwd_chunk_id)", "(self, bwd_chunk_id, recv_infos)")
+    assert decide("2.14.1", module(source), "clone").state == "unsupported"
+    source = FRESH.replace("(self, recv_infos, group)", "(self)")
+    assert decide("2.14.1", module(source), "fresh").state == "unsupported"
+    assert decide("2.14.1", module(source), "clone").state == "patched"
 
 
 def test_status_is_immutable() -> None:

@@ -47,6 +47,21 @@ class Info:
             self.tensor_meta = stage_module._TensorMeta.from_tensor(buffer)
 
 
+def methods() -> dict[tuple[str, str], Any]:
+    """The methods of torch's stage classes, as they stand."""
+    return {
+        (cls.__name__, name): method
+        for cls in (Base, *Base.__subclasses__())
+        for name, method in vars(cls).items()
+        if callable(method)
+    }
+
+
+def changed(stock: dict[tuple[str, str], Any]) -> set[str]:
+    """Names of the methods that are no longer the same objects."""
+    return {name for (cls, name), method in methods().items() if method is not stock[cls, name]}
+
+
 def make_stage(buffer: torch.Tensor) -> Any:
     """A real stage object with one receive buffer, without process groups."""
     stage = object.__new__(stage_module.PipelineStage)
@@ -57,6 +72,10 @@ def make_stage(buffer: torch.Tensor) -> Any:
     stage.args_recv_info = {0: (info,)}
     stage._has_backward = True
     stage.stage_index = 1
+    stage.stage_index_to_group_rank = {0: 0, 1: 1}
+    stage.device = torch.device("cpu")
+    info.source = 0
+    stage.grad_recv_info = {}
     return stage
 
 
@@ -108,6 +127,75 @@ def test_a_buffer_made_in_inference_mode() -> None:
     assert policies._alias(buffer).requires_grad
     assert policies._alias(buffer).is_leaf
     assert policies._alias(buffer) is not buffer
+
+
+@pytest.mark.parametrize("policy", policies.POLICIES)
+def test_a_policy_wraps_its_methods_and_puts_them_back(policy: str) -> None:
+    stock = methods()
+    pp_hookfix.enable(policy)
+    assert pp_hookfix.status().state == "patched"
+    assert pp_hookfix.status().policy == policy
+    assert changed(stock) == set(policies.POLICIES[policy].wrappers)
+    pp_hookfix.enable(policy)
+    pp_hookfix.disable()
+    now = methods()
+    assert now.keys() == stock.keys()
+    assert all(now[key] is stock[key] for key in stock)
+
+
+def test_policies_give_way_to_each_other() -> None:
+    stock = methods()
+    for policy in [*policies.POLICIES, *reversed(policies.POLICIES)]:
+        pp_hookfix.enable(policy)
+        assert changed(stock) == set(policies.POLICIES[policy].wrappers)
+        assert not hasattr(vars(Base)[NAME].__wrapped__, "__wrapped__")
+
+
+@pytest.mark.parametrize("gone", policies.POLICIES["fresh"].wrappers)
+def test_a_policy_that_lacks_a_method_is_not_half_applied(
+    gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cls in (Base, *Base.__subclasses__()):
+        if gone in vars(cls):
+            monkeypatch.delattr(cls, gone)
+    stock = methods()
+    with pytest.warns(RuntimeWarning, match=f"needs a method _PipelineStageBase.{gone}"):
+        pp_hookfix.enable("fresh")
+    assert pp_hookfix.status().state == "unsupported"
+    assert all(methods()[key] is stock[key] for key in stock)
+
+
+def test_the_copy_keeps_the_layout() -> None:
+    pp_hookfix.enable("clone")
+    buffer = torch.arange(16.0).view(1, 2, 2, 4).to(memory_format=torch.channels_last)
+    copy = make_stage(buffer.requires_grad_())._retrieve_recv_activations(0)[0]
+    assert copy.stride() == buffer.stride()
+    assert copy.data_ptr() != buffer.data_ptr()
+    assert torch.equal(copy, buffer)
+    assert copy.is_leaf
+    assert copy.requires_grad
+
+
+def test_fresh_says_so_when_a_receive_is_retrieved_twice() -> None:
+    pp_hookfix.enable("fresh")
+    buffer = torch.arange(4.0, requires_grad=True)
+    stage = make_stage(buffer)
+    assert stage._retrieve_recv_activations(0)[0] is buffer
+    assert stage.args_recv_info[0][0].buffer.is_meta
+    with pytest.raises(RuntimeError, match="stage 1 has no received activation for microbatch 0"):
+        stage._retrieve_recv_activations(0)
+
+
+def test_a_planned_stage_gets_real_buffers_when_fresh_ends() -> None:
+    pp_hookfix.enable("fresh")
+    stage = make_stage(torch.arange(8.0).view(2, 4).t().requires_grad_())
+    policies._planned_stages().add(stage)
+    stage._retrieve_recv_activations(0)
+    pp_hookfix.enable("detach")
+    buffer = stage.args_recv_info[0][0].buffer
+    assert buffer.device.type == "cpu"
+    assert (buffer.size(), buffer.stride()) == ((4, 2), (1, 4))
+    assert buffer.requires_grad
 
 
 def test_what_is_no_receive_buffer_passes_through() -> None:
