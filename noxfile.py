@@ -1,5 +1,8 @@
 """Sessions for developers: ``nox`` runs the first four."""
 
+import shutil
+from pathlib import Path
+
 import nox
 
 nox.options.sessions = ["tests", "lint", "types", "build"]
@@ -22,6 +25,20 @@ def pythons(session: nox.Session, wrapt: str) -> None:
     specifier = wrapt if wrapt.startswith(">") else f"=={wrapt}"
     session.install(".", f"wrapt{specifier}", "pytest>=8", "pytest-timeout>=2.3")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def releases(session: nox.Session) -> None:
+    """The record of torch 2.4 - 2.15: all that it lacks, or `-- VERSIONS`.
+
+    A release is 3 to 5 GB, installed, tried and removed before the next.
+    """
+    session.install("build")
+    folder = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(folder))
+    (wheel,) = folder.glob("*.whl")
+    session.run("python", "tests/record_releases.py", str(wheel.resolve()), *session.posargs)
 
 
 @nox.session

@@ -1,0 +1,164 @@
+"""Try the built wheel on every torch release, really installed, and record what happened.
+
+    python tests/record_releases.py WHEEL [VERSION ...]
+
+One virtual environment at a time, removed afterwards. Per release: the regression
+and policy tests on Gloo with 2 and 4 ranks, and ``pp-hookfix verify --json``. Only
+what a run wrote goes into docs/releases.json, as each release ends; without
+versions, those are run that the record lacks, so that an interrupted run goes on
+where it stopped. docs/releases.md is made from the record (tests/releases_table.py).
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import releases_table
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "docs" / "releases.json"
+RELEASES = [
+    *("2.4.0", "2.4.1", "2.5.0", "2.5.1", "2.6.0", "2.7.0", "2.7.1", "2.8.0", "2.9.0", "2.9.1"),
+    *("2.10.0", "2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
+]
+TESTS = ["tests/test_recv_buffer_hooks.py", "tests/test_policies.py", "tests/test_patch.py"]
+# Wall-clock limits, in seconds. The ranks' own limits are far shorter.
+INSTALL, TEST, VERIFY = 1200, 1800, 600
+
+
+def install(python: Path, venv: Path, wheel: str, version: str) -> None:
+    """A new environment with that torch, the wheel and what the tests need; uv where it is."""
+    # torch 2.4 and 2.5 want a numpy of their time for their own tensors' sake.
+    packages = [f"torch=={version}", f"{wheel}[test]", "numpy"]
+    uv = shutil.which("uv")
+    if uv is not None:
+        run([uv, "venv", "--quiet", "--python", sys.executable, str(venv)], INSTALL)
+        command = [uv, "pip", "install", "--quiet", "--no-cache", "--python", str(python)]
+    else:
+        run([sys.executable, "-m", "venv", str(venv)], INSTALL)
+        command = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    run([*command, *packages], INSTALL)
+
+
+def run(command: list[str], limit: float) -> "subprocess.CompletedProcess[str]":
+    """Raises what says that it failed or hung."""
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=limit, cwd=ROOT
+    )
+
+
+def build_of(python: Path) -> dict[str, Any]:
+    show = (
+        "import json, platform, torch; print(json.dumps({'torch': torch.__version__, "
+        "'git': torch.version.git_version, 'python': platform.python_version()}))"
+    )
+    build: dict[str, Any] = json.loads(run([str(python), "-c", show], 300).stdout)
+    return build
+
+
+def tests_on(python: Path, folder: Path) -> dict[str, Any]:
+    """Counts, and the names of what did not pass."""
+    report = folder / "junit.xml"
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not nccl"]
+    command += [f"--junitxml={report}", *TESTS]
+    started = time.monotonic()
+    try:
+        subprocess.run(command, capture_output=True, timeout=TEST, cwd=ROOT, check=False)
+    except subprocess.TimeoutExpired:
+        return {"hung": f"not done after {TEST} s"}
+    suite = ElementTree.parse(report).getroot()[0]
+    counts = {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+    return {
+        "passed": counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"],
+        **{key: counts[key] for key in ("failures", "errors", "skipped")},
+        "not_passed": [
+            f"{case.attrib['classname'].rpartition('.')[2]}::{case.attrib['name']}"
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ],
+        "skip_reasons": sorted(
+            {
+                str(skipped.attrib.get("message"))
+                for case in suite.iter("testcase")
+                for skipped in case.iter("skipped")
+            }
+        ),
+        "seconds": round(time.monotonic() - started),
+    }
+
+
+def verify_on(python: Path) -> dict[str, Any]:
+    command = [str(python), "-m", "pp_hookfix", "verify", "--json"]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=VERIFY, check=False, cwd="/"
+        )
+    except subprocess.TimeoutExpired:
+        return {"hung": f"not done after {VERIFY} s"}
+    verified = {"exit_status": result.returncode}
+    try:
+        return {**verified, **json.loads(result.stdout)}
+    except ValueError:
+        return {**verified, "stderr": result.stderr[-2000:]}
+
+
+def one_release(version: str, wheel: str, folder: Path) -> dict[str, Any]:
+    """The entry of one release."""
+    entry: dict[str, Any] = {
+        "ran": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "pp_hookfix": Path(wheel).name,
+    }
+    venv = folder / "venv"
+    python = venv / "bin" / "python"
+    try:
+        install(python, venv, wheel, version)
+        entry["build"] = build_of(python)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        stderr = error.stderr or ""
+        entry["not_installed"] = (stderr if isinstance(stderr, str) else str(error))[-2000:]
+        return entry
+    print("verify ... ", end="", flush=True)
+    entry["verify"] = verify_on(python)
+    print("tests ... ", end="", flush=True)
+    entry["tests"] = tests_on(python, folder)
+    return entry
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("wheel", help="the built wheel")
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="default: all not recorded")
+    arguments = parser.parse_args()
+    unknown = [version for version in arguments.versions if version not in RELEASES]
+    if unknown:
+        parser.error(f"{unknown[0]} is no final release with pipelining: {', '.join(RELEASES)}")
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    wanted = arguments.versions or [version for version in RELEASES if version not in record]
+    os.environ.pop("PYTHONPATH", None)
+    for number, version in enumerate(wanted, 1):
+        print(f"[{number}/{len(wanted)}] torch {version}: install ... ", end="", flush=True)
+        folder = Path(tempfile.mkdtemp(prefix="pp_hookfix-release-"))
+        try:
+            record[version] = one_release(version, arguments.wheel, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        ordered = {version: record[version] for version in RELEASES if version in record}
+        RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
+        releases_table.write(ordered)
+        print(releases_table.summary(record[version]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
