@@ -69,7 +69,8 @@ def build_of(python: Path) -> dict[str, Any]:
 def tests_on(python: Path, folder: Path) -> dict[str, Any]:
     """Counts, and the names of what did not pass."""
     report = folder / "junit.xml"
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not nccl"]
+    # Not `python -m pytest`, which would put this folder before the installed wheel.
+    command = [str(python.with_name("pytest")), "-q", "-p", "no:cacheprovider", "-k", "not nccl"]
     command += [f"--junitxml={report}", *TESTS]
     started = time.monotonic()
     try:
