@@ -124,7 +124,7 @@ def _missing(stage_module: ModuleType, policy: str) -> list[str]:
     if base is None:
         missing.append("a class _PipelineStageBase")
     else:
-        for name in POLICIES[policy].wrappers:
+        for name in POLICIES[policy].methods:
             classes = stage_classes_with(stage_module, name)
             calls = _CALLS.get(name)
             if not classes:

@@ -2,22 +2,21 @@
 
 from collections.abc import Container
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import wrapt
 
 from pp_hookfix.decision import stage_classes_with
-from pp_hookfix.policies import POLICIES
+from pp_hookfix.policies import POLICIES, Around
 
-if TYPE_CHECKING:
-    from pp_hookfix.policies import Wrapper
+NOTHING = Around()
 
 
-class _Around:
-    """What happens around one wrapped method: nothing, while `does` is None."""
+class _Wrapper:
+    """A wrapt wrapper of one method, which does what `around` says, or nothing."""
 
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
-        self.does: Optional[Wrapper] = None
+        self.around = NOTHING
         self._on_failure = on_failure
 
     def __call__(
@@ -27,27 +26,22 @@ class _Around:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        does = self.does
-        if does is None:
-            return wrapped(*args, **kwargs)
-        results = []
-
-        def call_torch(*args: Any, **kwargs: Any) -> Any:
-            results.append(wrapped(*args, **kwargs))
-            return results[0]
-
+        around = self.around
+        if around.before is not None:
+            around.before(stage, *args, **kwargs)
+        result = wrapped(*args, **kwargs)
+        if around.after is None:
+            return result
         try:
-            return does(call_torch, stage, args, kwargs)
+            return around.after(stage, result, *args, **kwargs)
         except Exception as error:
-            if not results:
-                raise  # torch's own: the wrapped method did not return
             self._on_failure(error)
-            return results[0]
+            return result
 
 
 class _InPlace(NamedTuple):
-    wrapper: Any  # wrapt.FunctionWrapper, which newer wrapts type as generic
-    around: _Around
+    method: Any  # wrapt.FunctionWrapper, which newer wrapts type as generic
+    wrapper: _Wrapper
 
 
 # What stands in torch now, by the class and the method's name.
@@ -69,18 +63,18 @@ def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exceptio
     """
     global _active
     if policy != _active:
-        take_out(keep=POLICIES[policy].wrappers)
-    for name, does in POLICIES[policy].wrappers.items():
+        take_out(keep=POLICIES[policy].methods)
+    for name, around in POLICIES[policy].methods.items():
         for cls in stage_classes_with(stage_module, name):
             there = _in_place.get((cls, name))
-            if there is None or not _leads_to(vars(cls)[name], there.wrapper):
+            if there is None or not _leads_to(vars(cls)[name], there.method):
                 if there is not None:
-                    there.around.does = None  # should a wrapper that hides it still call it
-                around = _Around(on_failure)
-                there = _InPlace(wrapt.FunctionWrapper(vars(cls)[name], around), around)
-                setattr(cls, name, there.wrapper)
+                    there.wrapper.around = NOTHING  # should what hides it still call it
+                wrapper = _Wrapper(on_failure)
+                there = _InPlace(wrapt.FunctionWrapper(vars(cls)[name], wrapper), wrapper)
+                setattr(cls, name, there.method)
                 _in_place[cls, name] = there
-            there.around.does = does
+            there.wrapper.around = around
     _active = policy
 
 
@@ -92,18 +86,18 @@ def take_out(keep: Container[str] = ()) -> None:
     """
     global _active
     for (cls, name), there in list(_in_place.items()):
-        there.around.does = None
-        outermost = vars(cls).get(name) is there.wrapper
+        there.wrapper.around = NOTHING
+        outermost = vars(cls).get(name) is there.method
         if outermost and name not in keep:
-            setattr(cls, name, there.wrapper.__wrapped__)
+            setattr(cls, name, there.method.__wrapped__)
             del _in_place[cls, name]
     if _active is not None:
         POLICIES[_active].leave()
         _active = None
 
 
-def _leads_to(method: Any, wrapper: Any) -> bool:
-    """Whether `wrapper` is `method` or lies beneath it, as far as `__wrapped__` tells."""
-    while method is not None and method is not wrapper:
+def _leads_to(method: Any, ours: Any) -> bool:
+    """Whether `ours` is `method` or lies beneath it, as far as `__wrapped__` tells."""
+    while method is not None and method is not ours:
         method = getattr(method, "__wrapped__", None)
-    return method is wrapper
+    return method is ours

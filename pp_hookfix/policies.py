@@ -11,8 +11,8 @@ a received gradient that is kept stays, too     no       yes     yes
 receive buffers alive                           all      all     in flight
 ============================================== ======== ======= =======
 
-A policy names the methods of torch's stages that it wraps and, for each, a wrapt
-wrapper ``(wrapped, stage, args, kwargs)``.
+A policy names the methods of torch's stages that it wraps and, for each, what it does
+`before` the method, with its arguments, and `after` it, with what it returned.
 """
 
 # Read at interpreter start for the policies' names: no import at module level.
@@ -24,43 +24,29 @@ if TYPE_CHECKING:
 
     import torch
 
-    Args = tuple[Any, ...]
-    Kwargs = dict[str, Any]
-    Wrapper = Callable[[Callable[..., Any], Any, Args, Kwargs], Any]
-
 
 # --- detach: a new tensor over the receive buffer's own storage
 
 
-def alias_activations(
-    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
-) -> "Any":
-    """Around ``_retrieve_recv_activations(fwd_chunk_id)``."""
-    activations = wrapped(*args, **kwargs)
-    recv_infos = stage.args_recv_info[_first(*args, **kwargs)]
-    return _replace(activations, _with_buffer(recv_infos), _is, _alias)
+def alias_activations(stage: "Any", activations: "Any", fwd_chunk_id: int) -> "Any":
+    """After ``_retrieve_recv_activations``."""
+    return _replace(activations, stage.args_recv_info[fwd_chunk_id], _is, _alias)
 
 
 # --- clone: a copy of the receive buffer, in both directions
 
 
-def copy_activations(
-    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
-) -> "Any":
-    """Around ``_retrieve_recv_activations(fwd_chunk_id)``."""
-    activations = wrapped(*args, **kwargs)
-    recv_infos = stage.args_recv_info[_first(*args, **kwargs)]
+def copy_activations(stage: "Any", activations: "Any", fwd_chunk_id: int) -> "Any":
+    """After ``_retrieve_recv_activations``."""
+    recv_infos = stage.args_recv_info[fwd_chunk_id]
     copied = _replace(activations, _from_other_ranks(stage, recv_infos), _lies_on, _copy)
     # What a neighbour on the same rank handed over: its `.grad` ends with the step, too.
-    return _replace(copied, _with_buffer(recv_infos), _is, _alias)
+    return _replace(copied, recv_infos, _is, _alias)
 
 
-def copy_gradients(
-    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
-) -> "Any":
-    """Around ``_retrieve_recv_grads(bwd_chunk_id)``."""
-    gradients = wrapped(*args, **kwargs)
-    recv_infos = stage.grad_recv_info[_first(*args, **kwargs)]
+def copy_gradients(stage: "Any", gradients: "Any", bwd_chunk_id: int) -> "Any":
+    """After ``_retrieve_recv_grads``."""
+    recv_infos = stage.grad_recv_info[bwd_chunk_id]
     return _replace(gradients, _from_other_ranks(stage, recv_infos), _lies_on, _copy)
 
 
@@ -71,11 +57,8 @@ def copy_gradients(
 # and lets torch's own code read and reset it as it does a buffer.
 
 
-def plan_buffers(
-    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
-) -> "Any":
-    """Around ``_prepare_forward_infra`` and ``_prepare_backward_infra``, which make buffers."""
-    result = wrapped(*args, **kwargs)
+def plan_buffers(stage: "Any", result: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+    """After ``_prepare_forward_infra`` and ``_prepare_backward_infra``, which make buffers."""
     _planned_stages().add(stage)
     for info in _all_recv_infos(stage):
         info.buffer = _plan(info.buffer)
@@ -83,58 +66,56 @@ def plan_buffers(
 
 
 def allocate_buffers(
-    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
-) -> "Any":
-    """Around ``_get_recv_ops(recv_infos)``, which posts a microbatch's receives."""
+    stage: "Any", recv_infos: "Iterable[Any]", *args: "Any", **kwargs: "Any"
+) -> None:
+    """Before ``_get_recv_ops``, which posts a microbatch's receives."""
     _planned_stages().add(stage)  # built before this policy was enabled
-    for info in _with_buffer(_first(*args, **kwargs)):
+    for info in _with_buffer(recv_infos):
         info.buffer = _allocate(info.buffer, stage.device)
-    return wrapped(*args, **kwargs)
 
 
-def give_activations(
-    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
-) -> "Any":
-    """Around ``_retrieve_recv_activations(fwd_chunk_id)``.
+def check_activations(stage: "Any", fwd_chunk_id: int) -> None:
+    """Before ``_retrieve_recv_activations``.
 
     Raises:
         RuntimeError: nothing was received for this microbatch, or it was
             retrieved already; torch 2.15 raises then, too.
     """
-    microbatch = _first(*args, **kwargs)
-    recv_infos = list(_with_buffer(stage.args_recv_info[microbatch]))
-    if any(info.buffer.is_meta for info in recv_infos):
+    if any(info.buffer.is_meta for info in _with_buffer(stage.args_recv_info[fwd_chunk_id])):
         raise RuntimeError(
             f"pp_hookfix: stage {stage.stage_index} has no received activation for microbatch "
-            f"{microbatch} to retrieve: under the policy fresh a receive can be retrieved once. "
-            "Use PP_HOOKFIX=detach or clone."
+            f"{fwd_chunk_id} to retrieve: under the policy fresh a receive can be retrieved "
+            "once. Use PP_HOOKFIX=detach or clone."
         )
-    activations = wrapped(*args, **kwargs)
-    for info in recv_infos:
+
+
+def give_activations(stage: "Any", activations: "Any", fwd_chunk_id: int) -> "Any":
+    """After ``_retrieve_recv_activations``."""
+    for info in _with_buffer(stage.args_recv_info[fwd_chunk_id]):
         info.buffer = _plan(info.buffer)
     return activations
 
 
-def give_gradients(
-    wrapped: "Callable[..., Any]", stage: "Any", args: "Args", kwargs: "Kwargs"
-) -> "Any":
-    """Around ``_retrieve_recv_grads(bwd_chunk_id)``.
+def zero_gradients(stage: "Any", bwd_chunk_id: int) -> None:
+    """Before ``_retrieve_recv_grads``.
 
     Where a stage of the same rank had no gradient to hand over, torch 2.13 and
     later zero the buffer that is there: here, the plan.
     """
-    recv_infos = list(_with_buffer(stage.grad_recv_info[_first(*args, **kwargs)]))
-    for info in recv_infos:
+    for info in _with_buffer(stage.grad_recv_info[bwd_chunk_id]):
         if info.buffer.is_meta:
             info.buffer = _allocate(info.buffer, stage.device).zero_()
-    gradients = wrapped(*args, **kwargs)
-    for info in recv_infos:
+
+
+def give_gradients(stage: "Any", gradients: "Any", bwd_chunk_id: int) -> "Any":
+    """After ``_retrieve_recv_grads``."""
+    for info in _with_buffer(stage.grad_recv_info[bwd_chunk_id]):
         info.buffer = _plan(info.buffer)
     return gradients
 
 
 def return_buffers() -> None:
-    """Leave ``fresh``: stages that were planned get real buffers again."""
+    """When ``fresh`` ends: stages that were planned get real buffers again."""
     for stage in _planned_stages():
         for info in _all_recv_infos(stage):
             if info.buffer.is_meta:
@@ -145,35 +126,49 @@ def return_buffers() -> None:
 # --- the table
 
 
-class Policy:
-    """What to wrap, and what to do when the policy ends with stages still in use."""
+class Around:
+    """What happens around one method: ``before(stage, *args)``, ``after(stage, result, *args)``."""
 
-    __slots__ = ("leave", "wrappers")
+    __slots__ = ("after", "before")
 
     def __init__(
-        self, wrappers: "dict[str, Wrapper]", leave: "Callable[[], None]" = lambda: None
+        self,
+        before: "Optional[Callable[..., None]]" = None,
+        after: "Optional[Callable[..., Any]]" = None,
     ) -> None:
-        self.wrappers = wrappers
+        self.before = before
+        self.after = after
+
+
+class Policy:
+    """What to wrap, by the method's name, and what to do when the policy ends."""
+
+    __slots__ = ("leave", "methods")
+
+    def __init__(
+        self, methods: "dict[str, Around]", leave: "Callable[[], None]" = lambda: None
+    ) -> None:
+        self.methods = methods
         self.leave = leave
 
 
 POLICIES = {
     "detach": Policy(
-        {"_retrieve_recv_activations": alias_activations},
+        {"_retrieve_recv_activations": Around(after=alias_activations)},
     ),
     "clone": Policy(
         {
-            "_retrieve_recv_activations": copy_activations,
-            "_retrieve_recv_grads": copy_gradients,
+            "_retrieve_recv_activations": Around(after=copy_activations),
+            "_retrieve_recv_grads": Around(after=copy_gradients),
         },
     ),
     "fresh": Policy(
         {
-            "_prepare_forward_infra": plan_buffers,
-            "_prepare_backward_infra": plan_buffers,
-            "_get_recv_ops": allocate_buffers,
-            "_retrieve_recv_activations": give_activations,
-            "_retrieve_recv_grads": give_gradients,
+            "_prepare_forward_infra": Around(after=plan_buffers),
+            "_prepare_backward_infra": Around(after=plan_buffers),
+            "_get_recv_ops": Around(before=allocate_buffers),
+            "_retrieve_recv_activations": Around(check_activations, give_activations),
+            "_retrieve_recv_grads": Around(zero_gradients, give_gradients),
         },
         leave=return_buffers,
     ),
@@ -239,11 +234,6 @@ def _empty_like(tensor: "torch.Tensor", device: "Any") -> "torch.Tensor":
 # --- torch's receive descriptors
 
 
-def _first(*args: "Any", **kwargs: "Any") -> "Any":
-    """The first argument of a call, whichever way it was given."""
-    return args[0] if args else next(iter(kwargs.values()))
-
-
 def _with_buffer(recv_infos: "Iterable[Any]") -> "Iterator[Any]":
     """Those that receive: not the pipeline's own inputs, nor gradients that do not exist."""
     for info in recv_infos:
@@ -277,15 +267,17 @@ def _replace(
 
     All else that a stage is handed, None among it, stays as it is.
     """
-    buffers = [info.buffer for info in recv_infos]
-    return type(handed_out)(
-        [
-            new(tensor)
-            if tensor is not None and any(matches(tensor, buffer) for buffer in buffers)
-            else tensor
-            for tensor in handed_out
-        ]
-    )
+    # Loops rather than comprehensions: this runs once per microbatch, in microseconds.
+    new_tensors = []
+    for tensor in handed_out:
+        if tensor is not None:
+            for info in recv_infos:
+                buffer = getattr(info, "buffer", None)
+                if buffer is not None and matches(tensor, buffer):
+                    tensor = new(tensor)
+                    break
+        new_tensors.append(tensor)
+    return type(handed_out)(new_tensors)
 
 
 _planned: "Optional[WeakSet[Any]]" = None

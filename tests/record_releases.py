@@ -147,6 +147,7 @@ def main() -> int:
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     wanted = arguments.versions or [version for version in RELEASES if version not in record]
     os.environ.pop("PYTHONPATH", None)
+    RECORD.parent.mkdir(exist_ok=True)
     for number, version in enumerate(wanted, 1):
         print(f"[{number}/{len(wanted)}] torch {version}: install ... ", end="", flush=True)
         folder = Path(tempfile.mkdtemp(prefix="pp_hookfix-release-"))

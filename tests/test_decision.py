@@ -150,7 +150,7 @@ def test_a_policy_is_patched_where_its_methods_are(policy: str) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "method"),
-    [(policy, method) for policy in POLICIES for method in POLICIES[policy].wrappers],
+    [(policy, method) for policy in POLICIES for method in POLICIES[policy].methods],
 )
 def test_a_policy_is_unsupported_where_a_method_of_its_is_gone(policy: str, method: str) -> None:
     status = decide("2.14.1", module(FRESH.replace(method, "_gone")), policy)
@@ -159,7 +159,7 @@ def test_a_policy_is_unsupported_where_a_method_of_its_is_gone(policy: str, meth
     assert f"policy {policy}" in status.reason
     # The others do not need it.
     for other in POLICIES:
-        if method not in POLICIES[other].wrappers:
+        if method not in POLICIES[other].methods:
             assert (
                 decide("2.14.1", module(FRESH.replace(method, "_gone")), other).state == "patched"
             )

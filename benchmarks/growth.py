@@ -1,0 +1,95 @@
+"""A cheap hook per microbatch over many steps: stock torch's steps grow, the fix's do not.
+
+    python benchmarks/growth.py [--steps N] [--json]
+
+Two ranks, GPipe, 4 microbatches, small stages. The baseline of each row is the row's own
+step 5 (the median of steps 3 to 7); hooks are those that fired in the last step on the
+last stage's input.
+"""
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import table
+import torch
+
+from pp_hookfix.policies import POLICIES
+from pp_hookfix.verification import ranks, schedules, training
+
+MICROBATCHES = 4
+
+
+def time_steps(rank: ranks.Rank, variant: str, steps: int) -> tuple[list[float], int]:
+    """Seconds of each step on this rank, and the hooks fired in the last."""
+    import pp_hookfix
+
+    pp_hookfix.disable()
+    if variant != "stock":
+        pp_hookfix.enable(variant)
+    stages = training.make_stages("GPipe", rank.rank, rank.ranks, rank.device)
+    schedule = schedules.build("GPipe", stages, MICROBATCHES, training.summed_error)
+    fired = [0]
+
+    def count(grad: torch.Tensor) -> None:
+        fired[0] += 1
+
+    def meet(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(count)
+
+    stages[0].submod.register_forward_pre_hook(meet)
+    ended: list[float] = []
+
+    def between(step: int) -> None:
+        fired[0] = 0
+        torch.distributed.barrier()
+        ended.append(time.perf_counter())
+
+    with rank.time_limit(f"{steps} steps, {variant}"):
+        training.run_steps(
+            schedule,
+            stages,
+            steps,
+            MICROBATCHES,
+            rank.device,
+            hooks=None,
+            between_steps=between,
+        )
+        torch.distributed.barrier()
+    ended.append(time.perf_counter())
+    return [later - earlier for earlier, later in zip(ended, ended[1:])], fired[0]
+
+
+def measure(steps: int = 200) -> list[table.Row]:
+    """One row per variant, each in new processes."""
+    rows = []
+    for variant in ("stock", *POLICIES):
+        outcome = ranks.start(time_steps, 2, "gloo", timeout=600, variant=variant, steps=steps)
+        if outcome.exit_status:
+            raise RuntimeError("\n".join(outcome.logs))
+        taken, fired = outcome.results[1]
+        early, late = statistics.median(taken[2:7]), statistics.median(taken[-5:])
+        rows.append(
+            {
+                "row": variant,
+                "step 5 ms": round(1e3 * early, 2),
+                f"step {steps} ms": round(1e3 * late, 2),
+                "over step 5": round(late / early, 2),
+                f"hooks in step {steps}": fired,
+            }
+        )
+    return rows
+
+
+def main() -> int:
+    parser = table.parser(__doc__ or "")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (200)")
+    arguments = parser.parse_args()
+    table.show(measure(arguments.steps), arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
