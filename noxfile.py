@@ -42,6 +42,24 @@ def releases(session: nox.Session) -> None:
 
 
 @nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Every benchmark, into docs/; `-- NAMES` for some. Needs a quiet machine."""
+    session.install(".[test]", TORCH, "matplotlib")
+    names = session.posargs
+    options: list[str] = []
+    if not names or "memory" in names:
+        # torch 2.15's row, from an environment of its own.
+        folder = Path(session.create_tmp()) / "torch-2.15"
+        session.run("python", "-m", "venv", "--clear", str(folder))
+        python = str(folder / "bin" / "python")
+        install = (python, "-m", "pip", "install", "--quiet", "--no-cache-dir")
+        session.run(*install, ".", "torch==2.15.*", external=True)
+        options = ["--torch-2.15", python]
+    session.run("python", "benchmarks/run.py", *options, *names)
+    session.run("python", "benchmarks/pictures.py")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Lint and check the format."""
     session.install("ruff==0.17.*")

@@ -5,11 +5,14 @@
 Two ranks, each in a new process per row; activations of 1 MiB; 3 steps. `receive buffers`
 are the bytes of all receive buffers that a rank holds, both directions, the most at any
 receive or retrieval; `peak` is the process's peak resident memory over what it was before
-the stages were built. The larger of the two ranks. Baseline: ``stock``. PYTHON is an
-interpreter with torch 2.15 and pp_hookfix, for the row of that release.
+the stages were built, the batch not counted, with an allocator that returns freed tensors
+to the system at once (glibc's, by MALLOC_MMAP_THRESHOLD_). The larger of the two ranks.
+Baseline: ``stock``. PYTHON is an interpreter with torch 2.15 and pp_hookfix, for the row
+of that release.
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -31,14 +34,16 @@ MICROBATCHES = (8, 32, 128)
 
 
 class Scale(torch.nn.Module):
-    """A stage that costs next to nothing to compute."""
+    """A stage that costs next to nothing to compute; the last one's output is small."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: bool) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+        self.last = last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
+        y = x * self.weight
+        return y.mean(1, keepdim=True) if self.last else y
 
 
 def receive_buffer_bytes(stages: list[Any]) -> int:
@@ -64,20 +69,26 @@ def train(rank: ranks.Rank, variant: str, name: str, microbatches: int) -> tuple
     pp_hookfix.disable()
     if variant in POLICIES:
         pp_hookfix.enable(variant)
-    before = peak_bytes()
     number = schedules.number_of_stages(name, rank.ranks)
+    indices = schedules.stages_of(name, rank.rank, rank.ranks)
+    batch = [torch.ones(ROWS * microbatches, WIDTH)] if indices[0] == 0 else []
+    target = torch.ones(ROWS * microbatches, 1)
+    before = peak_bytes()
     example = torch.zeros(ROWS, WIDTH)
-    stages = [
-        PipelineStage(
-            Scale(),
-            index,
-            number,
-            rank.device,
-            input_args=example.clone().requires_grad_(index > 0),
-            output_args=example.clone().requires_grad_(),
+    stages = []
+    for index in indices:
+        last = index == number - 1
+        output = example[:, :1] if last else example
+        stages.append(
+            PipelineStage(
+                Scale(last),
+                index,
+                number,
+                rank.device,
+                input_args=example.clone().requires_grad_(index > 0),
+                output_args=output.clone().requires_grad_(),
+            )
         )
-        for index in schedules.stages_of(name, rank.rank, rank.ranks)
-    ]
     most = 0
 
     def sampled(method: Any) -> Any:
@@ -93,17 +104,16 @@ def train(rank: ranks.Rank, variant: str, name: str, microbatches: int) -> tuple
         for method in ("_get_recv_ops", "_retrieve_recv_activations", "_retrieve_recv_grads"):
             setattr(stage, method, sampled(getattr(stage, method)))
     schedule = schedules.build(name, stages, microbatches, training.summed_error)
-    x = torch.zeros(ROWS * microbatches, WIDTH)
     with rank.time_limit(f"{name}, {microbatches} microbatches, {variant}"):
         for _ in range(STEPS):
-            first = any(stage.is_first for stage in stages)
-            last = any(stage.is_last for stage in stages)
-            schedule.step(*([x] if first else []), **({"target": x, "losses": []} if last else {}))
+            last = indices[-1] == number - 1
+            schedule.step(*batch, **({"target": target, "losses": []} if last else {}))
     return most, peak_bytes() - before
 
 
 def measure_here(variants: list[str]) -> list[table.Row]:
     """Rows of the torch of this interpreter."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 << 10)  # of the ranks, which start below
     rows = []
     for name in SCHEDULES:
         for microbatches in MICROBATCHES:

@@ -10,7 +10,6 @@ Rows, against the baseline ``bare``:
   autowrapt is installed there, without and with ``AUTOWRAPT_BOOTSTRAP=pp_hookfix``.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -22,7 +21,8 @@ import time
 import venv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+import table
 
 
 def environment_of_run(python: str) -> dict[str, str]:
@@ -39,7 +39,7 @@ def seconds(python: str, environment: Mapping[str, str]) -> float:
     return time.perf_counter() - start
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
+def time_processes(rounds: int) -> dict[str, list[float]]:
     """Seconds of each whole process, by row; one of each row per round."""
     inherited = {
         key: value
@@ -67,32 +67,28 @@ def measure(rounds: int) -> dict[str, list[float]]:
     return taken
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=100, help="processes per row (100)")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    taken = measure(arguments.rounds)
+def measure(rounds: int = 100) -> list[table.Row]:
+    """Rows of one interleaved run."""
+    taken = time_processes(rounds)
     bare = statistics.median(taken["bare"])
-    rows: list[dict[str, Any]] = [
+    return [
         {
             "row": name,
-            "median_ms": round(1000 * statistics.median(times), 2),
-            "quartiles_ms": [round(1000 * q, 2) for q in statistics.quantiles(times, n=4)[::2]],
-            "over_bare": round(statistics.median(times) / bare, 3),
+            "median ms": round(1000 * statistics.median(times), 2),
+            "quartiles ms": " - ".join(
+                f"{1000 * quartile:.2f}" for quartile in statistics.quantiles(times, n=4)[::2]
+            ),
+            "over bare": round(statistics.median(times) / bare, 3),
         }
         for name, times in taken.items()
     ]
-    if arguments.json:
-        print(json.dumps(rows))
-        return 0
-    print(f"{'':16} {'median':>9} {'quartiles':>16} {'over bare':>10}")
-    for row in rows:
-        low, high = row["quartiles_ms"]
-        print(
-            f"{row['row']:16} {row['median_ms']:6.2f} ms {low:6.2f} - {high:5.2f} ms "
-            f"{row['over_bare']:9.2f}x"
-        )
+
+
+def main() -> int:
+    parser = table.parser(__doc__ or "")
+    parser.add_argument("--rounds", type=int, default=100, help="processes per row (100)")
+    arguments = parser.parse_args()
+    table.show(measure(arguments.rounds), arguments.json)
     return 0
 
 
