@@ -1,12 +1,13 @@
 """Try the built wheel on every torch release, really installed, and record what happened.
 
-    python tests/record_releases.py WHEEL [VERSION ...]
+    python tests/record_releases.py [--verify-only] WHEEL [VERSION ...]
 
 One virtual environment at a time, removed afterwards. Per release: the regression
 and policy tests on Gloo with 2 and 4 ranks, and ``pp-hookfix verify --json``. Only
 what a run wrote goes into docs/releases.json, as each release ends; without
-versions, those are run that the record lacks, so that an interrupted run goes on
-where it stopped. docs/releases.md is made from the record (tests/releases_table.py).
+versions, those are run that the record lacks, or whose tests it lacks, so that an
+interrupted run goes on where it stopped. docs/releases.md is made from the record
+(tests/releases_table.py).
 """
 
 import argparse
@@ -113,7 +114,7 @@ def verify_on(python: Path) -> dict[str, Any]:
         return {**verified, "stderr": result.stderr[-2000:]}
 
 
-def one_release(version: str, wheel: str, folder: Path) -> dict[str, Any]:
+def one_release(version: str, wheel: str, folder: Path, verify_only: bool) -> dict[str, Any]:
     """The entry of one release."""
     entry: dict[str, Any] = {
         "ran": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -131,13 +132,15 @@ def one_release(version: str, wheel: str, folder: Path) -> dict[str, Any]:
         return entry
     print("verify ... ", end="", flush=True)
     entry["verify"] = verify_on(python)
-    print("tests ... ", end="", flush=True)
-    entry["tests"] = tests_on(python, folder)
+    if not verify_only:
+        print("tests ... ", end="", flush=True)
+        entry["tests"] = tests_on(python, folder)
     return entry
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--verify-only", action="store_true", help="leave the tests for later")
     parser.add_argument("wheel", help="the built wheel")
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="default: all not recorded")
     arguments = parser.parse_args()
@@ -145,14 +148,17 @@ def main() -> int:
     if unknown:
         parser.error(f"{unknown[0]} is no final release with pipelining: {', '.join(RELEASES)}")
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    wanted = arguments.versions or [version for version in RELEASES if version not in record]
+    lacking = "verify" if arguments.verify_only else "tests"
+    wanted = arguments.versions or [
+        version for version in RELEASES if lacking not in record.get(version, {})
+    ]
     os.environ.pop("PYTHONPATH", None)
     RECORD.parent.mkdir(exist_ok=True)
     for number, version in enumerate(wanted, 1):
         print(f"[{number}/{len(wanted)}] torch {version}: install ... ", end="", flush=True)
         folder = Path(tempfile.mkdtemp(prefix="pp_hookfix-release-"))
         try:
-            record[version] = one_release(version, arguments.wheel, folder)
+            record[version] = one_release(version, arguments.wheel, folder, arguments.verify_only)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         ordered = {version: record[version] for version in RELEASES if version in record}

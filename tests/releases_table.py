@@ -33,7 +33,7 @@ def row(version: str, entry: dict[str, Any]) -> str:
     """One line of the table."""
     if "not_installed" in entry:
         return f"| {version} | not installed: see the record | | | | | | | |"
-    build, verify, tests = entry["build"], entry["verify"], entry["tests"]
+    build, verify, tests = entry["build"], entry["verify"], entry.get("tests")
     cells = [version, f"`{build['torch']}`", build["python"]]
     if "schedules" in verify:
         schedules = verify["schedules"]
@@ -49,7 +49,9 @@ def row(version: str, entry: dict[str, Any]) -> str:
         ]
     else:
         cells += ["", f"verify {verify.get('hung') or 'failed: see the record'}", "", "", ""]
-    if "hung" in tests:
+    if tests is None:
+        cells.append("not run yet")
+    elif "hung" in tests:
         cells.append(f"hung: {tests['hung']}")
     else:
         counts = f"{tests['passed']} passed, {tests['skipped']} skipped"
@@ -62,7 +64,7 @@ def summary(entry: dict[str, Any]) -> str:
     """An entry in one line, as its run ends."""
     if "not_installed" in entry:
         return "NOT INSTALLED"
-    tests = entry["tests"]
+    tests = entry.get("tests", {"hung": "not run"})
     counts = tests.get("hung") or ", ".join(
         f"{tests[key]} {key}" for key in ("passed", "skipped", "failures", "errors")
     )
