@@ -192,6 +192,8 @@ def on_stage_module(stage_module: "ModuleType") -> None:
             decided = decision.decide(version, stage_module, _policy)
             if decided.state == "patched":
                 patch.put_in(stage_module, _policy, _failed)
+            else:
+                patch.take_out()  # of a policy that was on before
             news = decided != _status
             _status = decided
         if news:

@@ -5,8 +5,28 @@
 
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
+
+
+def files(folder: Path) -> set[str]:
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def left_behind(wheel: Path, folder: Path) -> tuple[set[str], set[str]]:
+    """Install the wheel in a new environment and uninstall it: what it brought, what stayed."""
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    before = files(folder)
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", str(wheel)], check=True)
+    brought = files(folder) - before
+    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "pp-hookfix"], check=True)
+    return brought, files(folder) - before
 
 
 def main(folder: str) -> int:
@@ -26,7 +46,19 @@ def main(folder: str) -> int:
     if stray:
         print(f"{wheel.name} holds more than the package: {stray}", file=sys.stderr)
         return 1
-    print(f"{wheel.name}: {len(names)} files, the package and its metadata alone")
+    brought, stayed = left_behind(wheel, Path(folder) / "venv")
+    outside = [
+        path
+        for path in brought
+        if "/site-packages/pp_hookfix" not in path and path != "bin/pp-hookfix"
+    ]
+    if outside or stayed:
+        print(f"installed outside of its place: {outside}; left behind: {stayed}", file=sys.stderr)
+        return 1
+    print(
+        f"{wheel.name}: {len(names)} files, the package and its metadata alone; "
+        "nothing stays when it is uninstalled"
+    )
     return 0
 
 

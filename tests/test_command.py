@@ -13,6 +13,7 @@ import torch
 from conftest import AFFECTED, python, spawned
 
 import pp_hookfix
+from pp_hookfix.policies import POLICIES
 from pp_hookfix.verification import ranks
 
 PACKAGE = Path(pp_hookfix.__file__).parents[1]
@@ -43,25 +44,30 @@ def test_verify(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
     without = "4 8 12 16 20" if AFFECTED else "4 4 4 4 4"
+    constant = " ".join(["4 4 4 4 4"] * len(POLICIES))
+    assert f"schedule without {' '.join(POLICIES)} losses gradients" in rows
     for name in ("1F1B", "GPipe"):
-        assert f"{name} {without} 4 4 4 4 4 equal equal" in rows
-    assert result.stdout.splitlines()[-1].startswith("OK: ")
+        assert f"{name} {without} {constant} equal equal" in rows
+    assert rows[-1].startswith("OK: ")
 
 
 def test_verify_as_json_prints_nothing_else() -> None:
     result = command(
-        "verify", "--json", "--schedule", "Interleaved1F1B", "--steps", "3", "--microbatches", "3"
+        *("verify", "--json", "--schedule", "Interleaved1F1B", "--steps", "3"),
+        *("--microbatches", "3", "--policy", "fresh", "--policy", "detach"),
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["ok"] is True
     assert document["ranks"] == 2
+    assert list(document["policies"]) == ["fresh", "detach"]
     (schedule,) = document["schedules"]
     # An interleaved schedule takes a multiple of the ranks.
     assert schedule["microbatches"] == 4
-    assert schedule["hooks_with"] == {stage: [4, 4, 4] for stage in "123"}
+    for policy in ("fresh", "detach"):
+        assert schedule["policies"][policy]["hooks"] == {stage: [4, 4, 4] for stage in "123"}
     if AFFECTED:
-        assert schedule["hooks_without"] == {stage: [4, 8, 12] for stage in "123"}
+        assert schedule["hooks"] == {stage: [4, 8, 12] for stage in "123"}
 
 
 def test_verify_under_torchrun(tmp_path: Path) -> None:
@@ -91,15 +97,15 @@ pp_hookfix.enable = enable_in_vain
     )
     result = command(
         "verify",
-        *("--schedule", "GPipe"),
+        *("--schedule", "GPipe", "--policy", "detach"),
         env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE)])},
     )
     if not AFFECTED:
         assert result.returncode == 0
         return
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "4 8 12 16 20             4 8 12 16 20" in result.stdout
-    assert result.stdout.splitlines()[-1] == "FAILED (patched): GPipe."
+    assert "4 8 12 16 20     4 8 12 16 20" in result.stdout
+    assert result.stdout.splitlines()[-1] == "FAILED: GPipe (detach, patched)."
 
 
 @pytest.mark.parametrize(
@@ -109,6 +115,7 @@ pp_hookfix.enable = enable_in_vain
         (["verify", "--ranks", "1"], "1 is too few: the least is 2"),
         (["verify", "--steps", "many"], "invalid whole_number value: 'many'"),
         (["verify", "--ranks", "99", "--backend", "nccl"], "use fewer --ranks or --backend gloo"),
+        (["verify", "--policy", "detatch"], "invalid choice: 'detatch' (choose from"),
         (["verify", "--backend", "mpi"], "invalid choice: 'mpi' (choose from"),
         (["verfy"], "invalid choice: 'verfy' (choose from"),
         ([], "the following arguments are required: COMMAND"),
