@@ -115,7 +115,7 @@ def _import_pipelining() -> Optional[str]:
     """Import what the fix is for; why that is not possible, or None."""
     try:
         importlib.import_module(STAGE_MODULE)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library that torch links to is missing
         if sys.modules.get("torch") is None:
             return f"no torch can be imported here ({error})"
         version = sys.modules["torch"].__version__

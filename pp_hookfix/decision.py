@@ -106,7 +106,7 @@ def stage_classes_with(stage_module: ModuleType, method: str) -> list[type]:
 
 def _is_release_from(first: tuple[int, int], torch_version: str) -> bool:
     """Whether a version is `first` or later, its own pre-releases not counted."""
-    parsed = re.match(r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.?dev)?", torch_version)
+    parsed = re.match(r"(\d+)\.(\d+)(?:\.\d+)*[-_.]?(a|b|rc|dev)?", torch_version)
     if parsed is None:
         return False
     release = (int(parsed[1]), int(parsed[2]))

@@ -54,6 +54,7 @@ def module(source: str) -> types.ModuleType:
         ("2.15.0a0+git1234567", JUST_IN_TIME, "not-needed"),
         ("2.15.0rc1", PERSISTENT, "patched"),
         ("2.15.0rc1", JUST_IN_TIME, "not-needed"),
+        ("2.15.0-rc1", PERSISTENT, "patched"),
         ("2.15.0", JUST_IN_TIME, "not-needed"),
         ("2.15.0+cu132", JUST_IN_TIME, "not-needed"),
         ("2.15.0.post1", JUST_IN_TIME, "not-needed"),
