@@ -117,13 +117,15 @@ def main() -> int:
             schedule.step()
         optimizer.step()
 
-        norms: list[list[float]] = [[] for _ in range(ranks)]
-        dist.all_gather_object(norms, module.boundary_norms)
+        collected = torch.tensor(
+            [len(module.boundary_norms), sum(module.boundary_norms)], device=device
+        )
+        by_rank = [torch.zeros_like(collected) for _ in range(ranks)]
+        dist.all_gather(by_rank, collected)
         if last:
             boundaries = "; ".join(
-                f"stage {index - 1}-{index}: {len(of_stage)} gradients, norms add up to "
-                f"{sum(of_stage):.4f}"
-                for index, of_stage in enumerate(norms)
+                f"stage {index - 1}-{index}: {int(count)} gradients, norms add up to {total:.4f}"
+                for index, (count, total) in enumerate(one.tolist() for one in by_rank)
                 if index > 0
             )
             loss = sum(loss.item() for loss in losses) / len(losses)

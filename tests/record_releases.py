@@ -39,8 +39,7 @@ INSTALL, TEST, VERIFY = 1200, 1800, 600
 
 def install(python: Path, venv: Path, wheel: str, version: str) -> None:
     """A new environment with that torch, the wheel and what the tests need; uv where it is."""
-    # torch 2.4 and 2.5 want a numpy of their time for their own tensors' sake.
-    packages = [f"torch=={version}", f"{wheel}[test]", "numpy"]
+    packages = [f"torch=={version}", f"{wheel}[test]"]
     uv = shutil.which("uv")
     if uv is not None:
         run([uv, "venv", "--quiet", "--python", sys.executable, str(venv)], INSTALL)

@@ -70,6 +70,14 @@ def test_verify_as_json_prints_nothing_else() -> None:
         assert schedule["hooks"] == {stage: [4, 8, 12] for stage in "123"}
 
 
+def test_verify_needs_no_numpy(tmp_path: Path) -> None:
+    # torch does not install it, and its own exchange of objects needs it.
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['numpy'] = None")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE)])}
+    result = command("verify", "--schedule", "GPipe", "--policy", "detach", env=env)
+    assert result.returncode == 0, result.stderr
+
+
 def test_verify_under_torchrun(tmp_path: Path) -> None:
     result = python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),

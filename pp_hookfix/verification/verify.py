@@ -4,11 +4,10 @@ import json
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 
 import pp_hookfix
 from pp_hookfix.verification import schedules, training
-from pp_hookfix.verification.ranks import CannotRun, Rank
+from pp_hookfix.verification.ranks import CannotRun, Rank, gathered
 
 
 def verify(
@@ -123,16 +122,14 @@ def _verify_schedule(
 
 def _of_all_stages(rank: Rank, hooks: dict[int, list[int]]) -> dict[str, list[int]]:
     """Counts of every stage but the first, which receives nothing."""
-    seen: list[Any] = [None] * rank.ranks
-    dist.all_gather_object(seen, hooks)
-    by_stage = {stage: counts for of_rank in seen for stage, counts in of_rank.items()}
+    by_stage = {
+        stage: counts for of_rank in gathered(rank, hooks) for stage, counts in of_rank.items()
+    }
     return {str(stage): by_stage[stage] for stage in sorted(by_stage) if stage > 0}
 
 
 def _on_all_ranks(rank: Rank, holds: bool) -> bool:
-    seen: list[Any] = [None] * rank.ranks
-    dist.all_gather_object(seen, holds)
-    return all(seen)
+    return all(gathered(rank, holds))
 
 
 def _counts(hooks: dict[str, list[int]]) -> str:
