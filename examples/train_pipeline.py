@@ -118,7 +118,9 @@ def main() -> int:
         optimizer.step()
 
         collected = torch.tensor(
-            [len(module.boundary_norms), sum(module.boundary_norms)], device=device
+            [len(module.boundary_norms), sum(module.boundary_norms)],
+            dtype=torch.float32,
+            device=device,
         )
         by_rank = [torch.zeros_like(collected) for _ in range(ranks)]
         dist.all_gather(by_rank, collected)
