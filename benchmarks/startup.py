@@ -25,6 +25,10 @@ from pathlib import Path
 import table
 
 
+# Compiled modules are written: an installed package has them.
+NOT_INHERITED = ("PYTHONPATH", "PP_HOOKFIX", "AUTOWRAPT_BOOTSTRAP", "PYTHONDONTWRITEBYTECODE")
+
+
 def environment_of_run(python: str) -> dict[str, str]:
     """The environment variables of a command under ``pp-hookfix run``."""
     show = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -41,11 +45,7 @@ def seconds(python: str, environment: Mapping[str, str]) -> float:
 
 def time_processes(rounds: int) -> dict[str, list[float]]:
     """Seconds of each whole process, by row; one of each row per round."""
-    inherited = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("PYTHONPATH", "PP_HOOKFIX", "AUTOWRAPT_BOOTSTRAP")
-    }
+    inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     os.environ.clear()
     os.environ.update(inherited)
     with tempfile.TemporaryDirectory() as folder:
