@@ -24,7 +24,6 @@ from pathlib import Path
 
 import table
 
-
 # Compiled modules are written: an installed package has them.
 NOT_INHERITED = ("PYTHONPATH", "PP_HOOKFIX", "AUTOWRAPT_BOOTSTRAP", "PYTHONDONTWRITEBYTECODE")
 
