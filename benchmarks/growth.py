@@ -1,10 +1,11 @@
-"""A cheap hook per microbatch over many steps: stock torch's steps grow, the fix's do not.
+"""A cheap hook per microbatch over many steps: stock torch's grow, the fix's do not.
 
     python benchmarks/growth.py [--steps N] [--json]
 
-Two ranks, GPipe, 4 microbatches, small stages. The baseline of each row is the row's own
-step 5 (the median of steps 3 to 7); hooks are those that fired in the last step on the
-last stage's input.
+Two ranks, GPipe, 16 microbatches, small stages; the hook takes the gradient's norm. Ten
+steps without hooks warm up. The baseline of each row is the row's own step 5 (the median of
+steps 3 to 7; the last step's is of the last five); hooks are those that fired in the last
+step on the last stage's input.
 """
 
 import statistics
@@ -18,7 +19,7 @@ import torch
 from pp_hookfix.policies import POLICIES
 from pp_hookfix.verification import ranks, schedules, training
 
-MICROBATCHES = 4
+MICROBATCHES, WARM_UP = 16, 10
 
 
 def time_steps(rank: ranks.Rank, variant: str, steps: int) -> tuple[list[float], int]:
@@ -30,20 +31,17 @@ def time_steps(rank: ranks.Rank, variant: str, steps: int) -> tuple[list[float],
         pp_hookfix.enable(variant)
     stages = training.make_stages("GPipe", rank.rank, rank.ranks, rank.device)
     schedule = schedules.build("GPipe", stages, MICROBATCHES, training.summed_error)
-    fired = [0]
-
-    def count(grad: torch.Tensor) -> None:
-        fired[0] += 1
+    norms: list[torch.Tensor] = []
 
     def meet(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        if inputs[0].requires_grad:
-            inputs[0].register_hook(count)
+        if inputs[0].requires_grad and len(ended) > WARM_UP:
+            inputs[0].register_hook(lambda grad: norms.append(grad.norm()))
 
     stages[0].submod.register_forward_pre_hook(meet)
     ended: list[float] = []
 
     def between(step: int) -> None:
-        fired[0] = 0
+        norms.clear()
         torch.distributed.barrier()
         ended.append(time.perf_counter())
 
@@ -51,7 +49,7 @@ def time_steps(rank: ranks.Rank, variant: str, steps: int) -> tuple[list[float],
         training.run_steps(
             schedule,
             stages,
-            steps,
+            WARM_UP + steps,
             MICROBATCHES,
             rank.device,
             hooks=None,
@@ -59,7 +57,8 @@ def time_steps(rank: ranks.Rank, variant: str, steps: int) -> tuple[list[float],
         )
         torch.distributed.barrier()
     ended.append(time.perf_counter())
-    return [later - earlier for earlier, later in zip(ended, ended[1:])], fired[0]
+    taken = [later - earlier for earlier, later in zip(ended, ended[1:])]
+    return taken[WARM_UP:], len(norms)
 
 
 def measure(steps: int = 200) -> list[table.Row]:

@@ -13,7 +13,6 @@ Rows, against the baseline ``bare``:
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -68,19 +67,7 @@ def time_processes(rounds: int) -> dict[str, list[float]]:
 
 def measure(rounds: int = 100) -> list[table.Row]:
     """Rows of one interleaved run."""
-    taken = time_processes(rounds)
-    bare = statistics.median(taken["bare"])
-    return [
-        {
-            "row": name,
-            "median ms": round(1000 * statistics.median(times), 2),
-            "quartiles ms": " - ".join(
-                f"{1000 * quartile:.2f}" for quartile in statistics.quantiles(times, n=4)[::2]
-            ),
-            "over bare": round(statistics.median(times) / bare, 3),
-        }
-        for name, times in taken.items()
-    ]
+    return table.timed(time_processes(rounds), "bare")
 
 
 def main() -> int:

@@ -7,7 +7,6 @@ Baseline: ``hand edit`` (hand_edit.py). The variants take turns, step by step, i
 same processes and on the same stages; the medians' ratio and the spread of the steps.
 """
 
-import statistics
 import sys
 import time
 from typing import Any
@@ -74,18 +73,7 @@ def measure(steps: int = 40) -> list[table.Row]:
     if outcome.exit_status:
         raise RuntimeError("\n".join(outcome.logs))
     taken: dict[str, list[float]] = outcome.results[0]
-    baseline = statistics.median(taken["hand edit"])
-    return [
-        {
-            "row": variant,
-            "median ms": round(1e3 * statistics.median(times), 2),
-            "quartiles ms": " - ".join(
-                f"{1e3 * quartile:.2f}" for quartile in statistics.quantiles(times, n=4)[::2]
-            ),
-            "over hand edit": round(statistics.median(times) / baseline, 3),
-        }
-        for variant, times in taken.items()
-    ]
+    return table.timed(taken, "hand edit")
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import statistics
 from typing import Any
 
 Row = dict[str, Any]
@@ -26,6 +27,22 @@ def text(rows: list[Row]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() + "\n"
         for line in cells
     )
+
+
+def timed(taken: dict[str, list[float]], baseline: str) -> list[Row]:
+    """Rows of seconds taken, with their ratio to the baseline's median."""
+    of_baseline = statistics.median(taken[baseline])
+    return [
+        {
+            "row": name,
+            "median ms": round(1e3 * statistics.median(times), 2),
+            "quartiles ms": " - ".join(
+                f"{1e3 * quartile:.2f}" for quartile in statistics.quantiles(times, n=4)[::2]
+            ),
+            f"over {baseline}": round(statistics.median(times) / of_baseline, 3),
+        }
+        for name, times in taken.items()
+    ]
 
 
 def show(rows: list[Row], as_json: bool) -> None:

@@ -24,6 +24,12 @@ except ImportError:  # the torch-free tests run wherever a CPython is
 else:
     TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
+BACKENDS_AND_RANKS = [
+    pytest.param((backend, ranks), id=f"{backend}-{ranks}")
+    for backend in ("gloo", "nccl")
+    for ranks in (2, 4)
+]
+
 # Measured, not asked of the code under test: docs of upstream PR 196463.
 AFFECTED = (2, 4) <= TORCH < (2, 15)
 

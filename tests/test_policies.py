@@ -10,7 +10,7 @@ from typing import Any, Callable
 import policy_scenarios as scenarios
 import pytest
 import torch
-from conftest import AFFECTED, TORCH, spawned
+from conftest import AFFECTED, BACKENDS_AND_RANKS, TORCH, spawned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recv_buffer_scenarios import FRONTENDS
@@ -28,14 +28,7 @@ affected = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((backend, ranks), id=f"{backend}-{ranks}")
-        for backend in ("gloo", "nccl")
-        for ranks in (2, 4)
-    ],
-)
+@pytest.fixture(scope="module", params=BACKENDS_AND_RANKS)
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank of a backend and number of ranks saw."""
     backend, ranks = request.param

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import recv_buffer_scenarios as scenarios
 import torch
-from conftest import AFFECTED, TORCH, spawned
+from conftest import AFFECTED, BACKENDS_AND_RANKS, TORCH, spawned
 
 from pp_hookfix.verification import schedules
 
@@ -20,14 +20,7 @@ STEPS = scenarios.STEPS
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((backend, ranks), id=f"{backend}-{ranks}")
-        for backend in ("gloo", "nccl")
-        for ranks in (2, 4)
-    ],
-)
+@pytest.fixture(scope="module", params=BACKENDS_AND_RANKS)
 def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank of a backend and number of ranks saw."""
     backend, ranks = request.param
