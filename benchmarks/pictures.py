@@ -68,6 +68,7 @@ def hooks(record: dict[str, Any]) -> None:
     axes.set_xlabel("training step (4 microbatches, one hook each)")
     axes.set_ylabel("hooks fired in the step")
     axes.set_xticks(steps)
+    axes.set_yticks(sorted({0, *(count for _, counts in runs for count in counts)}))
     axes.set_ylim(0)
     axes.legend(loc="upper left")
     figure.savefig(DOCS / "hooks.svg", bbox_inches="tight", metadata={"Date": None})
