@@ -86,8 +86,8 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-    out = run(script + REPORT, tmp_path, None, "-S")
-    assert out == "No module named 'torch'\npending None\n"
+    result = python("-S", "-c", script + REPORT, env={"PYTHONPATH": str(tmp_path)})
+    assert result.stdout == "No module named 'torch'\npending None\n", result.stderr
 
 
 def test_torch_that_joins_the_path_after_a_failed_import(tmp_path: Path) -> None:
