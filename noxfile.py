@@ -33,7 +33,7 @@ def releases(session: nox.Session) -> None:
 
     A release is 3 to 5 GB, installed, tried and removed before the next.
     """
-    session.install("build")
+    session.install(".[dev]")
     folder = Path(session.create_tmp()) / "dist"
     shutil.rmtree(folder, ignore_errors=True)
     session.run("python", "-m", "build", "--wheel", "--outdir", str(folder))
@@ -62,7 +62,7 @@ def benchmarks(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Lint and check the format."""
-    session.install("ruff==0.17.*")
+    session.install(".[dev]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
@@ -70,12 +70,12 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Strict types, of the tests too."""
-    session.install(".[test]", TORCH, "mypy==2.4.*", "nox", "types-tqdm")
+    session.install(".[test,dev]", TORCH)
     session.run("mypy")
 
 
 @nox.session
 def build(session: nox.Session) -> None:
     """Build the wheel and the sdist, and check what they hold."""
-    session.install("build", "twine")
+    session.install(".[dev]")
     session.run("python", "tests/check_distributions.py", session.create_tmp())

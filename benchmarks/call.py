@@ -5,7 +5,6 @@
 Baseline: ``hand edit`` (hand_edit.py). Rounds of calls, interleaved; the median round.
 """
 
-import importlib
 import statistics
 import sys
 import time
@@ -16,25 +15,9 @@ import table
 import torch
 
 import pp_hookfix
-from pp_hookfix import activation
+from pp_hookfix.verification import bare_stage
 
-stage_module = importlib.import_module(activation.STAGE_MODULE)
 CALLS = 2000
-
-
-def make_stage() -> Any:
-    """A stage of the installed torch with one receive buffer of 1 MiB, without process groups."""
-    stage = object.__new__(stage_module.PipelineStage)
-    info = object.__new__(stage_module._RecvInfo)
-    info.is_root_arg, info.input_name, info.source = False, "x", 0
-    info.buffer = torch.zeros(256, 1024, requires_grad=True)
-    if hasattr(stage_module, "_TensorMeta"):
-        info.tensor_meta = stage_module._TensorMeta.from_tensor(info.buffer)
-    stage.args_recv_info, stage.grad_recv_info = {0: (info,)}, {}
-    stage.stage_index, stage._has_backward = 1, True
-    stage.stage_index_to_group_rank = {0: 0, 1: 1}
-    stage.device = torch.device("cpu")
-    return stage
 
 
 def seconds_per_call(stage: Any) -> float:
@@ -47,7 +30,7 @@ def seconds_per_call(stage: Any) -> float:
 
 def measure(rounds: int = 60) -> list[table.Row]:
     """Rows of one interleaved run; ``fresh`` is left out, for its receive is part of it."""
-    stage = make_stage()
+    stage = bare_stage.make(torch.zeros(256, 1024, requires_grad=True))  # 1 MiB
     name, edited = hand_edit.edited()
     original = vars(hand_edit.BASE)[name]
     taken: dict[str, list[float]] = {"stock": [], "hand edit": [], "detach": [], "clone": []}

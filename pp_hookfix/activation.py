@@ -107,11 +107,8 @@ def disable() -> None:
     with _lock:
         _policy, _status = "off", None
         _why_off = "pp_hookfix.disable() was called: torch is as it was."
-        sys.meta_path = [finder for finder in sys.meta_path if finder is not _torch_finder]
-        if "pp_hookfix.patch" in sys.modules:
-            from pp_hookfix import patch
-
-            patch.take_out()
+        _stop_waiting_for_torch()
+        _take_out()
 
 
 def status() -> "Status":
@@ -126,9 +123,7 @@ def status() -> "Status":
     with _lock:
         if _status is not None:
             return _status
-        torch_version = getattr(sys.modules.get("torch"), "__version__", None)
-        if torch_version is not None:
-            torch_version = str(torch_version)
+        torch_version = _torch_version()
         if _policy == "off":
             return Status("off", _why_off, torch_version, "off")
         return Status(
@@ -156,14 +151,17 @@ def _wait_for_torch() -> None:
             sys.meta_path = [_torch_finder, *sys.meta_path]
 
 
+def _stop_waiting_for_torch() -> None:
+    # The import system iterates sys.meta_path live, and may be doing so now: find_spec
+    # calls us, and wrapt inserts a finder of its own right after. A new list leaves the
+    # running loop on the old one, where it skips no finder and asks none twice.
+    sys.meta_path = [finder for finder in sys.meta_path if finder is not _torch_finder]
+
+
 def _wait_for_stage_module() -> None:
     global _wrapt_waits
     with _lock:
-        # The import system iterates sys.meta_path live, and may be doing so now
-        # (we are called from find_spec); wrapt inserts a finder into it below.
-        # A new list leaves the running loop on the old one: it skips no finder
-        # and asks none twice.
-        sys.meta_path = [finder for finder in sys.meta_path if finder is not _torch_finder]
+        _stop_waiting_for_torch()
         if _wrapt_waits:
             return
         _wrapt_waits = True
@@ -188,8 +186,7 @@ def on_stage_module(stage_module: "ModuleType") -> None:
         with _lock:
             if _policy == "off":
                 return
-            version = str(sys.modules["torch"].__version__)
-            decided = decision.decide(version, stage_module, _policy)
+            decided = decision.decide(_torch_version() or "", stage_module, _policy)
             if decided.state == "patched":
                 patch.put_in(stage_module, _policy, _failed)
             else:
@@ -208,11 +205,8 @@ def _failed(error: Exception) -> None:
     from pp_hookfix.decision import Status
 
     with _lock:
-        if "pp_hookfix.patch" in sys.modules:
-            from pp_hookfix import patch
-
-            patch.take_out()
-        torch_version = str(getattr(sys.modules.get("torch"), "__version__", "(unknown version)"))
+        _take_out()
+        torch_version = _torch_version() or "(unknown version)"
         _status = Status(
             "unsupported",
             f"torch {torch_version} is left untouched and its stages keep their receive "
@@ -222,6 +216,18 @@ def _failed(error: Exception) -> None:
         )
         failed = _status
     _announce(failed)
+
+
+def _take_out() -> None:
+    if "pp_hookfix.patch" in sys.modules:  # else nothing was ever put in
+        from pp_hookfix import patch
+
+        patch.take_out()
+
+
+def _torch_version() -> "Optional[str]":
+    version = getattr(sys.modules.get("torch"), "__version__", None)
+    return None if version is None else str(version)
 
 
 def _announce(decided: "Status") -> None:

@@ -9,6 +9,7 @@ from typing import Callable, Optional
 
 import pp_hookfix
 from pp_hookfix.activation import ENVIRONMENT_VARIABLE, STAGE_MODULE
+from pp_hookfix.decision import FIRST_AFFECTED, dotted
 from pp_hookfix.policies import POLICIES
 from pp_hookfix.verification.schedules import LAYOUTS
 
@@ -119,7 +120,10 @@ def _import_pipelining() -> Optional[str]:
         if sys.modules.get("torch") is None:
             return f"no torch can be imported here ({error})"
         version = sys.modules["torch"].__version__
-        return f"torch {version} has no torch.distributed.pipelining, which came with 2.4 ({error})"
+        return (
+            f"torch {version} has no torch.distributed.pipelining, "
+            f"which came with {dotted(FIRST_AFFECTED)} ({error})"
+        )
     return None
 
 

@@ -55,37 +55,31 @@ def decide(torch_version: str, stage_module: ModuleType, policy: str) -> Status:
     builds carry commits that it does not tell: the module's own descriptors do
     (``_RecvInfo.take_buffer`` came with PR 196463).
     """
+    state, reason = _judge(torch_version, stage_module, policy)
+    return Status(state, reason, torch_version, policy)
+
+
+def _judge(torch_version: str, stage_module: ModuleType, policy: str) -> tuple[str, str]:
+    """State and reason of the decision."""
     if _is_release_from(FIRST_FIXED, torch_version):
-        return Status(
-            "not-needed",
+        return "not-needed", (
             f"torch {torch_version} allocates each receive buffer just in time "
-            f"(as every torch from {_dotted(FIRST_FIXED)}): nothing is wrapped.",
-            torch_version,
-            policy,
+            f"(as every torch from {dotted(FIRST_FIXED)}): nothing is wrapped."
         )
     if hasattr(getattr(stage_module, "_RecvInfo", None), "take_buffer"):
-        return Status(
-            "not-needed",
+        return "not-needed", (
             f"this build of torch {torch_version} already allocates each receive buffer "
-            "just in time: nothing is wrapped.",
-            torch_version,
-            policy,
+            "just in time: nothing is wrapped."
         )
     missing = _missing(stage_module, policy)
     if missing:
-        return Status(
-            "unsupported",
+        return "unsupported", (
             f"torch {torch_version} is left untouched and its stages keep their "
-            f"receive buffers: policy {policy} needs {'; '.join(missing)}.",
-            torch_version,
-            policy,
+            f"receive buffers: policy {policy} needs {'; '.join(missing)}."
         )
-    return Status(
-        "patched",
+    return "patched", (
         f"torch {torch_version} would hand stages their persistent receive buffers; "
-        f"each microbatch gets tensors of its own instead (policy {policy}).",
-        torch_version,
-        policy,
+        f"each microbatch gets tensors of its own instead (policy {policy})."
     )
 
 
@@ -113,7 +107,8 @@ def _is_release_from(first: tuple[int, int], torch_version: str) -> bool:
     return release > first or (release == first and parsed[3] is None)
 
 
-def _dotted(release: tuple[int, int]) -> str:
+def dotted(release: tuple[int, int]) -> str:
+    """A release as a person writes it."""
     return ".".join(map(str, release))
 
 

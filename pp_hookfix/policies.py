@@ -60,8 +60,7 @@ def copy_gradients(stage: "Any", gradients: "Any", bwd_chunk_id: int) -> "Any":
 def plan_buffers(stage: "Any", result: "Any", *args: "Any", **kwargs: "Any") -> "Any":
     """After ``_prepare_forward_infra`` and ``_prepare_backward_infra``, which make buffers."""
     _planned_stages().add(stage)
-    for info in _all_recv_infos(stage):
-        info.buffer = _plan(info.buffer)
+    _plan(_all_recv_infos(stage))
     return result
 
 
@@ -71,7 +70,7 @@ def allocate_buffers(
     """Before ``_get_recv_ops``, which posts a microbatch's receives."""
     _planned_stages().add(stage)  # built before this policy was enabled
     for info in _with_buffer(recv_infos):
-        info.buffer = _allocate(info.buffer, stage.device)
+        info.buffer = _empty(info.buffer, stage.device)
 
 
 def check_activations(stage: "Any", fwd_chunk_id: int) -> None:
@@ -91,8 +90,7 @@ def check_activations(stage: "Any", fwd_chunk_id: int) -> None:
 
 def give_activations(stage: "Any", activations: "Any", fwd_chunk_id: int) -> "Any":
     """After ``_retrieve_recv_activations``."""
-    for info in _with_buffer(stage.args_recv_info[fwd_chunk_id]):
-        info.buffer = _plan(info.buffer)
+    _plan(stage.args_recv_info[fwd_chunk_id])
     return activations
 
 
@@ -104,13 +102,12 @@ def zero_gradients(stage: "Any", bwd_chunk_id: int) -> None:
     """
     for info in _with_buffer(stage.grad_recv_info[bwd_chunk_id]):
         if info.buffer.is_meta:
-            info.buffer = _allocate(info.buffer, stage.device).zero_()
+            info.buffer = _empty(info.buffer, stage.device).zero_()
 
 
 def give_gradients(stage: "Any", gradients: "Any", bwd_chunk_id: int) -> "Any":
     """After ``_retrieve_recv_grads``."""
-    for info in _with_buffer(stage.grad_recv_info[bwd_chunk_id]):
-        info.buffer = _plan(info.buffer)
+    _plan(stage.grad_recv_info[bwd_chunk_id])
     return gradients
 
 
@@ -119,7 +116,7 @@ def return_buffers() -> None:
     for stage in _planned_stages():
         for info in _all_recv_infos(stage):
             if info.buffer.is_meta:
-                info.buffer = _allocate(info.buffer, stage.device)
+                info.buffer = _empty(info.buffer, stage.device)
     _planned_stages().clear()
 
 
@@ -211,23 +208,16 @@ def _copy(buffer: "torch.Tensor") -> "torch.Tensor":
     return buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
 
-def _plan(buffer: "torch.Tensor") -> "torch.Tensor":
-    return _empty_like(buffer, "meta")
-
-
-def _allocate(plan: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
-    return _empty_like(plan, device)
-
-
-def _empty_like(tensor: "torch.Tensor", device: "Any") -> "torch.Tensor":
+def _empty(plan: "torch.Tensor", device: "torch.device | str") -> "torch.Tensor":
+    """A tensor of its own as `plan` has it; on the meta device, a plan."""
     import torch
 
     return torch.empty_strided(
-        tensor.size(),
-        tensor.stride(),
-        dtype=tensor.dtype,
+        plan.size(),
+        plan.stride(),
+        dtype=plan.dtype,
         device=device,
-        requires_grad=tensor.requires_grad,
+        requires_grad=plan.requires_grad,
     )
 
 
@@ -245,6 +235,12 @@ def _all_recv_infos(stage: "Any") -> "Iterator[Any]":
     for by_microbatch in (stage.args_recv_info, stage.grad_recv_info):
         for recv_infos in by_microbatch.values():
             yield from _with_buffer(recv_infos)
+
+
+def _plan(recv_infos: "Iterable[Any]") -> None:
+    """Let the descriptors go of their buffers, and remember what those were like."""
+    for info in _with_buffer(recv_infos):
+        info.buffer = _empty(info.buffer, "meta")
 
 
 def _from_other_ranks(stage: "Any", recv_infos: "Iterable[Any]") -> "list[Any]":

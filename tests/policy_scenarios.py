@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 import recv_buffer_scenarios as scenarios
 import torch
+from conftest import TORCH
 from recv_buffer_scenarios import FRONTENDS, Traced, leaks, seeded_module, switch
 
 import pp_hookfix
@@ -38,7 +39,7 @@ class Watch(InputHooks):
         self.in_flight: list[int] = []  # what 2.15 would hold then
         self._flying = 0
         self._outputs: list[torch.Tensor] = []
-        self._forward_hook = stage.submod.register_forward_hook(self._made_output)
+        stage.submod.register_forward_hook(self._made_output)
         get_recv_ops = stage._get_recv_ops
         retrieve_activations = stage._retrieve_recv_activations
         retrieve_grads = stage._retrieve_recv_grads
@@ -49,21 +50,14 @@ class Watch(InputHooks):
             self._sample(len(ops))
             return ops
 
-        def retrieve(original: Any, chunk: int) -> Any:
+        def retrieve(original: Any, neighbour: int, chunk: int) -> Any:
             handed_out = original(chunk)
-            self._sample(0 if self._is_local(original) else -len(handed_out))
+            self._sample(0 if self._turns(neighbour) else -len(handed_out))
             return handed_out
 
         stage._get_recv_ops = receive
-        stage._retrieve_recv_activations = lambda chunk: retrieve(retrieve_activations, chunk)
-        stage._retrieve_recv_grads = lambda chunk: retrieve(retrieve_grads, chunk)
-
-    def _is_local(self, original: Any) -> bool:
-        """Whether the stage on the other side is on this rank."""
-        index = self.stage.stage_index
-        other = index + (1 if original.__name__ == "_retrieve_recv_grads" else -1)
-        ranks: dict[int, int] = self.stage.stage_index_to_group_rank
-        return ranks[other] == ranks[index]
+        stage._retrieve_recv_activations = lambda chunk: retrieve(retrieve_activations, -1, chunk)
+        stage._retrieve_recv_grads = lambda chunk: retrieve(retrieve_grads, 1, chunk)
 
     def _sample(self, change: int) -> None:
         self._flying += change
@@ -82,6 +76,7 @@ class Watch(InputHooks):
         )
 
     def _turns(self, neighbour: int) -> bool:
+        """Whether the stage before (-1) or after (1) is on this rank, too."""
         ranks: dict[int, int] = self.stage.stage_index_to_group_rank
         index = self.stage.stage_index
         return ranks.get(index + neighbour) == ranks[index]
@@ -125,13 +120,7 @@ def watched(rank: Rank, name: str, policy: Optional[str], stock: Record) -> dict
     microbatches = schedules.microbatches_of(name, rank.ranks, 4)
     stages = training.make_stages(name, rank.rank, rank.ranks, rank.device)
     schedule = schedules.build(name, stages, microbatches, training.summed_error)
-    watches: list[Watch] = []
-
-    def watch(stage: Any, record: Record) -> Watch:
-        watches.append(Watch(stage, record))
-        return watches[-1]
-
-    record = training.run_steps(schedule, stages, STEPS, microbatches, rank.device, watch)
+    record = training.run_steps(schedule, stages, STEPS, microbatches, rank.device, Watch)
     return {
         "microbatches": microbatches,
         "equal": scenarios.equal(stock, record),
@@ -154,7 +143,8 @@ def watched(rank: Rank, name: str, policy: Optional[str], stock: Record) -> dict
                 "most_in_flight": max(watch.in_flight, default=0),
                 "turn": [watch._turns(-1), watch._turns(1)],
             }
-            for watch in watches
+            for watch in record.hooked
+            if isinstance(watch, Watch)
         },
     }
 
@@ -208,7 +198,7 @@ class SendsDTensor(torch.nn.Module):
 
 def dtensor_boundaries(rank: Rank) -> Optional[dict[str, Any]]:
     """Stages that pass DTensors on (2.12 and later), under stock torch and every policy."""
-    if scenarios.TORCH < (2, 12):
+    if TORCH < (2, 12):
         return None
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.pipelining import PipelineStage
@@ -264,7 +254,7 @@ class NoGradientBack(torch.nn.Module):
 
 def missing_gradients(rank: Rank) -> Optional[dict[str, Any]]:
     """A V schedule's turn hands no gradient over in some microbatches (2.13 and later)."""
-    if scenarios.TORCH < (2, 13):
+    if TORCH < (2, 13):
         return None
     results: dict[str, Any] = {}
     stock: Optional[Record] = None

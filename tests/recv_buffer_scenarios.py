@@ -13,6 +13,7 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 import torch.distributed as dist
+from conftest import TORCH
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,6 @@ from pp_hookfix.verification import schedules, training
 from pp_hookfix.verification.ranks import Rank
 from pp_hookfix.verification.training import FEATURES, ROWS, InputHooks, Record
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 STEPS = 5
 FRONTENDS = ["manual", "inferred", "traced"]
 if inspect.signature(PipelineStage).parameters["input_args"].default is inspect.Parameter.empty:
@@ -132,13 +132,7 @@ def leaks(
             name, rank.rank, rank.ranks, rank.device, infer_metadata=frontend == "inferred"
         )
     schedule = schedules.build(name, stages, microbatches, training.summed_error)
-    probes: list[LeakProbe] = []
-
-    def probe(stage: Any, record: Record) -> LeakProbe:
-        probes.append(LeakProbe(stage, record))
-        return probes[-1]
-
-    record = training.run_steps(schedule, stages, STEPS, microbatches, rank.device, probe)
+    record = training.run_steps(schedule, stages, STEPS, microbatches, rank.device, LeakProbe)
     if frontend == "inferred":
         # From 2.12 metadata inference runs the module once more, on uninitialized
         # memory: the first gradient of step 1 is of that run.
@@ -152,8 +146,8 @@ def leaks(
             "attribute": probe.attributes,
             "grad": probe.grads_on_buffers,
         }
-        for probe in probes
-        if probe.stage_index > 0
+        for probe in record.hooked
+        if isinstance(probe, LeakProbe) and probe.stage_index > 0
     }
 
 

@@ -14,6 +14,7 @@ from conftest import AFFECTED
 
 import pp_hookfix
 from pp_hookfix import activation, policies
+from pp_hookfix.verification import bare_stage
 
 stage_module = importlib.import_module(activation.STAGE_MODULE)
 Base = stage_module._PipelineStageBase
@@ -35,18 +36,6 @@ def stock() -> Iterator[None]:
     pp_hookfix.enable()
 
 
-class Info:
-    """A descriptor: what retrieval reads of it, in every affected release."""
-
-    is_root_arg = False
-    input_name = "x"
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        if hasattr(stage_module, "_TensorMeta"):  # 2.12 and later
-            self.tensor_meta = stage_module._TensorMeta.from_tensor(buffer)
-
-
 def methods() -> dict[tuple[str, str], Any]:
     """The methods of torch's stage classes, as they stand."""
     return {
@@ -62,27 +51,10 @@ def changed(stock: dict[tuple[str, str], Any]) -> set[str]:
     return {name for (cls, name), method in methods().items() if method is not stock[cls, name]}
 
 
-def make_stage(buffer: torch.Tensor) -> Any:
-    """A real stage object with one receive buffer, without process groups."""
-    stage = object.__new__(stage_module.PipelineStage)
-    info = object.__new__(stage_module._RecvInfo)
-    vars(info).update(vars(Info(buffer)))
-    info.is_root_arg = False
-    info.input_name = "x"
-    stage.args_recv_info = {0: (info,)}
-    stage._has_backward = True
-    stage.stage_index = 1
-    stage.stage_index_to_group_rank = {0: 0, 1: 1}
-    stage.device = torch.device("cpu")
-    info.source = 0
-    stage.grad_recv_info = {}
-    return stage
-
-
 def retrieve() -> tuple[torch.Tensor, torch.Tensor]:
     """A receive buffer, and what the stage is handed for it."""
     buffer = torch.arange(4.0, requires_grad=True)
-    return buffer, make_stage(buffer)._retrieve_recv_activations(0)[0]
+    return buffer, bare_stage.make(buffer)._retrieve_recv_activations(0)[0]
 
 
 def is_fixed() -> bool:
@@ -97,7 +69,7 @@ def test_the_alias() -> None:
     buffer.register_hook(lambda grad: grad)
     buffer.seen = True  # type: ignore[attr-defined]
     buffer.grad = torch.ones_like(buffer)
-    activation = make_stage(buffer)._retrieve_recv_activations(0)[0]
+    activation = bare_stage.make(buffer)._retrieve_recv_activations(0)[0]
     assert activation is not buffer
     assert activation.data_ptr() == buffer.data_ptr()
     assert activation.stride() == buffer.stride()
@@ -115,7 +87,7 @@ def test_the_alias() -> None:
 def test_a_buffer_that_needs_no_gradient() -> None:
     pp_hookfix.enable()
     buffer = torch.arange(4)
-    activation = make_stage(buffer)._retrieve_recv_activations(fwd_chunk_id=0)[0]
+    activation = bare_stage.make(buffer)._retrieve_recv_activations(fwd_chunk_id=0)[0]
     assert activation is not buffer
     assert not activation.requires_grad
 
@@ -170,7 +142,7 @@ def test_a_policy_that_lacks_a_method_is_not_half_applied(
 def test_the_copy_keeps_the_layout() -> None:
     pp_hookfix.enable("clone")
     buffer = torch.arange(16.0).view(1, 2, 2, 4).to(memory_format=torch.channels_last)
-    copy = make_stage(buffer.requires_grad_())._retrieve_recv_activations(0)[0]
+    copy = bare_stage.make(buffer.requires_grad_())._retrieve_recv_activations(0)[0]
     assert copy.stride() == buffer.stride()
     assert copy.data_ptr() != buffer.data_ptr()
     assert torch.equal(copy, buffer)
@@ -181,7 +153,7 @@ def test_the_copy_keeps_the_layout() -> None:
 def test_fresh_says_so_when_a_receive_is_retrieved_twice() -> None:
     pp_hookfix.enable("fresh")
     buffer = torch.arange(4.0, requires_grad=True)
-    stage = make_stage(buffer)
+    stage = bare_stage.make(buffer)
     assert stage._retrieve_recv_activations(0)[0] is buffer
     assert stage.args_recv_info[0][0].buffer.is_meta
     with pytest.raises(RuntimeError, match="stage 1 has no received activation for microbatch 0"):
@@ -190,7 +162,7 @@ def test_fresh_says_so_when_a_receive_is_retrieved_twice() -> None:
 
 def test_a_planned_stage_gets_real_buffers_when_fresh_ends() -> None:
     pp_hookfix.enable("fresh")
-    stage = make_stage(torch.arange(8.0).view(2, 4).t().requires_grad_())
+    stage = bare_stage.make(torch.arange(8.0).view(2, 4).t().requires_grad_())
     policies._planned_stages().add(stage)
     stage._retrieve_recv_activations(0)
     pp_hookfix.enable("detach")
@@ -202,7 +174,7 @@ def test_a_planned_stage_gets_real_buffers_when_fresh_ends() -> None:
 
 def test_what_is_no_receive_buffer_passes_through() -> None:
     buffer, other = torch.zeros(2), torch.ones(2)
-    stage = make_stage(buffer)
+    stage = bare_stage.make(buffer)
     result = policies.alias_activations(stage, (None, other, buffer), 0)
     assert result[0] is None
     assert result[1] is other
@@ -277,7 +249,7 @@ def test_enabling_again_mends_a_patch_that_somebody_removed() -> None:
 
 def test_a_failure_of_ours_hands_out_what_torch_did_and_gives_up() -> None:
     pp_hookfix.enable()
-    stage = make_stage(torch.zeros(2, requires_grad=True))
+    stage = bare_stage.make(torch.zeros(2, requires_grad=True))
     infos = stage.args_recv_info
 
     class Once(dict):  # type: ignore[type-arg]
@@ -304,7 +276,7 @@ def test_torchs_own_exception_is_the_users() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(KeyError):
-            make_stage(torch.zeros(2))._retrieve_recv_activations(7)
+            bare_stage.make(torch.zeros(2))._retrieve_recv_activations(7)
     assert pp_hookfix.status().state == "patched"
 
 

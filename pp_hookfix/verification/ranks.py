@@ -7,6 +7,7 @@ doing, shows the stacks of its threads and ends, and the others end with it.
 import contextlib
 import datetime
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -119,18 +120,9 @@ def run_here(
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    backend = _resolved(backend, local_ranks)
     return _run(
-        function,
-        rank,
-        ranks,
-        local_rank,
-        local_ranks,
-        backend,
-        timeout,
-        options,
-        out,
-        sys.stderr,
-        "env://",
+        function, rank, ranks, local_rank, backend, timeout, options, out, sys.stderr, "env://"
     )
 
 
@@ -208,7 +200,6 @@ def _run_started(
             rank,
             ranks,
             rank,
-            ranks,
             backend,
             timeout,
             options,
@@ -225,12 +216,36 @@ def _run_started(
         sys.exit(RANK_FAILED)
 
 
+@contextlib.contextmanager
+def _time_limit(
+    what: str, *, rank: int, ranks: int, timeout: float, hangs: TextIO
+) -> Iterator[None]:
+    def hung() -> None:
+        print(
+            f"pp-hookfix: {what} hung on rank {rank} of {ranks}: not done after {timeout:g} s "
+            "(--timeout)",
+            file=hangs,
+        )
+        faulthandler.dump_traceback(file=sys.stderr)
+        os._exit(RANK_FAILED)
+
+    timer = threading.Timer(timeout, hung)
+    timer.daemon = True
+    timer.start()
+    # Should the interpreter itself be stuck, the timer cannot run; this can.
+    faulthandler.dump_traceback_later(timeout + 5, exit=True, file=sys.stderr)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
 def _run(
     function: Callable[..., Any],
     rank: int,
     ranks: int,
     local_rank: int,
-    local_ranks: int,
     backend: str,
     timeout: float,
     options: dict[str, Any],
@@ -243,29 +258,9 @@ def _run(
 
     from pp_hookfix.verification import gloo_faults
 
-    @contextlib.contextmanager
-    def time_limit(what: str) -> Iterator[None]:
-        def hung() -> None:
-            print(
-                f"pp-hookfix: {what} hung on rank {rank} of {ranks}: not done after {timeout:g} s "
-                "(--timeout)",
-                file=hangs,
-            )
-            faulthandler.dump_traceback(file=sys.stderr)
-            os._exit(RANK_FAILED)
-
-        timer = threading.Timer(timeout, hung)
-        timer.daemon = True
-        timer.start()
-        # Should the interpreter itself be stuck, the timer cannot run; this can.
-        faulthandler.dump_traceback_later(timeout + 5, exit=True, file=sys.stderr)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            faulthandler.cancel_dump_traceback_later()
-
-    backend = _resolved(backend, local_ranks)
+    time_limit = functools.partial(
+        _time_limit, rank=rank, ranks=ranks, timeout=timeout, hangs=hangs
+    )
     if backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

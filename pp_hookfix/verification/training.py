@@ -28,6 +28,8 @@ class Record:
         default_factory=lambda: defaultdict(list)
     )
     """Per (stage, step): the gradient of each microbatch's input, in order of backward."""
+    hooked: "list[InputHooks]" = field(default_factory=list)
+    """The hooks of each stage."""
 
 
 class InputHooks:
@@ -42,6 +44,7 @@ class InputHooks:
         self.step = -1
         self.counts = record.hooks.setdefault(self.stage_index, [])
         self.boundary = record.boundary
+        record.hooked.append(self)
         # Before every other pre-hook, so that it meets what the stage was handed.
         self._handle = stage.submod.register_forward_pre_hook(self._meet, prepend=True)
 
@@ -75,21 +78,17 @@ def make_stages(
     rank: int,
     ranks: int,
     device: torch.device,
-    module: Callable[[], torch.nn.Module] = make_module,
     infer_metadata: bool = False,
-    group: Any = None,
 ) -> list[Any]:
     """This rank's stages, the same at every call: each is seeded by its index.
 
     Args:
         name: a schedule, key of ``schedules.LAYOUTS``.
-        rank: this rank in the pipeline's group.
-        ranks: size of the pipeline's group.
+        rank: this rank.
+        ranks: the world's size.
         device: where the modules and the receive buffers live.
-        module: makes one stage's module, on the CPU.
         infer_metadata: give no example tensors, so that torch infers the
             shapes in step 1 (2.6 and later).
-        group: the pipeline's process group; default: the whole world.
     """
     stages = []
     number = schedules.number_of_stages(name, ranks)
@@ -102,9 +101,7 @@ def make_stages(
                 ROWS, FEATURES, device=device, requires_grad=index > 0
             )
             examples["output_args"] = torch.zeros(ROWS, FEATURES, device=device, requires_grad=True)
-        stages.append(
-            PipelineStage(module().to(device), index, number, device, group=group, **examples)
-        )
+        stages.append(PipelineStage(make_module().to(device), index, number, device, **examples))
     return stages
 
 
@@ -153,7 +150,9 @@ def run_steps(
 ) -> Record:
     """Train the stages of this rank; see `train`."""
     record = Record()
-    hooked = [hooks(stage, record) for stage in stages] if hooks is not None else []
+    if hooks is not None:
+        for stage in stages:
+            hooks(stage, record)
     parameters = {
         f"{stage.stage_index}.{name}": parameter
         for stage in stages
@@ -161,6 +160,8 @@ def run_steps(
     }
     optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
     generator = torch.Generator().manual_seed(0)
+    is_first = any(stage.is_first for stage in stages)
+    is_last = any(stage.is_last for stage in stages)
     for step in range(steps):
         if between_steps is not None:
             between_steps(step)
@@ -168,13 +169,12 @@ def run_steps(
             torch.randn(ROWS * microbatches, FEATURES, generator=generator).to(device)
             for _ in range(2)
         )
-        for hook in hooked:
+        for hook in record.hooked:
             hook.begin_step()
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
-        is_last = any(stage.is_last for stage in stages)
         schedule.step(
-            *([x] if any(stage.is_first for stage in stages) else []),
+            *([x] if is_first else []),
             **({"target": target, "losses": losses} if is_last else {}),
         )
         if is_last:
@@ -184,7 +184,7 @@ def run_steps(
             if parameter.grad is not None:
                 record.gradients[name].append(parameter.grad.clone())
         optimizer.step()
-    for hook in hooked:
+    for hook in record.hooked:
         hook.remove()
     return record
 
