@@ -77,12 +77,23 @@ class LeakProbe(InputHooks):
         self.accumulated[-1] += 1
 
 
+class Layer(torch.nn.Module):
+    """No ``Sequential``: torch 2.5 and 2.6 lose its modules' names as they trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
 class Layers(torch.nn.Module):
     """A whole model for the traced front end: one layer per stage."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(training.make_module() for _ in range(number))
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(number))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
