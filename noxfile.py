@@ -42,6 +42,22 @@ def releases(session: nox.Session) -> None:
 
 
 @nox.session
+def upstream(session: nox.Session) -> None:
+    """torch's own pipelining tests, without and with the plugin: `-- TREE [FILE ...]`.
+
+    TREE is a torch source tree; the torch installed is of the release that it is of.
+    """
+    if not session.posargs:
+        session.error("give a torch source tree: nox -s upstream -- TREE (README, Development)")
+    version = Path(session.posargs[0]).expanduser() / "version.txt"
+    if not version.is_file():
+        session.error(f"{session.posargs[0]} is no torch source tree: it has no version.txt")
+    release = ".".join(version.read_text().split(".")[:2])
+    session.install(".[test]", f"torch=={release}.*")
+    session.run("python", "tests/run_upstream.py", *session.posargs)
+
+
+@nox.session
 def benchmarks(session: nox.Session) -> None:
     """Every benchmark, into docs/; `-- NAMES` for some. Needs a quiet machine."""
     session.install(".[test]", TORCH, "matplotlib")

@@ -9,12 +9,16 @@ from typing import Any, Callable, Optional
 
 import pytest
 
+# A tree that run_upstream.py is tried on: its tests end in every way there is.
+collect_ignore = ["upstream_like"]
+
 try:
     import torch
 except ImportError:  # the torch-free tests run wherever a CPython is
     torch = None  # type: ignore[assignment]
     TORCH: tuple[int, ...] = (0, 0)
-    collect_ignore = [
+    collect_ignore += [
+        "test_run_upstream.py",
         "test_recv_buffer_hooks.py",
         "test_patch.py",
         "test_policies.py",
