@@ -167,6 +167,9 @@ class Runner:
         for rank, log in enumerate(logs):
             log.touch()
             environment = {**self.environment, "UPSTREAM_OUTCOMES": str(log)}
+            # What lies beside them is imported as by a script, whether their folder is a package.
+            path = [str(file.path.parent), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
             if not fixed:
                 environment["PP_HOOKFIX"] = "off"
             if file.rank_by_rank:

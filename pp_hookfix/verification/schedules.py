@@ -91,8 +91,12 @@ def build(
         }
         for stage in stages:
             stage.stage_index_to_group_rank = rank_of_stage
-        # 2.6 asks for what later releases work out by themselves.
+        # 2.6 asks for what later releases work out by themselves, and infers metadata
+        # from these two, which it sets as if no schedule were V-shaped.
         if "stage_index_to_group_rank" in inspect.signature(cls).parameters:
             kwargs["stage_index_to_group_rank"] = rank_of_stage
+            for stage in stages:
+                stage.prev_rank = rank_of_stage[(stage.stage_index - 1) % stage.num_stages]
+                stage.next_rank = rank_of_stage[(stage.stage_index + 1) % stage.num_stages]
     schedule = cls(stages, microbatches, loss_fn=loss_fn, **kwargs)
     return gloo_faults.runnable(schedule, stages, microbatches, loss_fn)
