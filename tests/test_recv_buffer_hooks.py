@@ -129,7 +129,7 @@ def test_switching_between_steps(seen: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("scenario", ["frozen", "compiled", "checkpointed", "ddp", "fully_shard"])
 def test_wrapped_stages(seen: list[dict[str, Any]], scenario: str) -> None:
     if scenario not in seen[0]:
-        pytest.skip("2 x 2 ranks: runs with 4 ranks; fully_shard on the CPU from torch 2.6 on")
+        pytest.skip("2 x 2 ranks: runs with 4 ranks; fully_shard on the CPU from torch 2.7 on")
     for results in seen:
         result = results[scenario]
         assert result["equal"] == {"losses": True, "gradients": True}
