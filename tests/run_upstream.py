@@ -129,7 +129,6 @@ class Runner:
         self.environment = {**os.environ, "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
         if not enough_gpus:
             self.environment["CUDA_VISIBLE_DEVICES"] = ""
-        self.printed = ""
         self.states: set[str] = set()
         """What the plugin said of itself, at the end of the runs with it."""
 
@@ -150,8 +149,7 @@ class Runner:
                 if not failed or outcome.outcome == "passed":
                     outcomes[test] = outcome
                 failed = failed or outcome.outcome not in ("passed", "skipped")
-            if not ended:  # pytest itself has failed, in a way that a person must see
-                sys.stderr.write(f"\n{self.printed}")
+            if not ended:
                 outcomes.update({test: Outcome("crashed", "pytest ended") for test in left})
                 break
             left = [test for test in collected if test not in outcomes]
@@ -166,19 +164,19 @@ class Runner:
         logs = [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
         command = [sys.executable, "-m", "pytest", "--tb=native", "-p", "no:cacheprovider"]
         command += [*self.select, *tests]
+        # What lies beside a test is imported as by a script, also where that is a package.
+        path = [str(file.path.parent), os.environ.get("PYTHONPATH", "")]
+        shared = {**self.environment, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        if not fixed:
+            shared["PP_HOOKFIX"] = "off"
+        if file.rank_by_rank or file.on_gloo:
+            shared["UPSTREAM_RANKS"] = str(RANKS)
         processes = []
         for rank, log in enumerate(logs):
             log.touch()
-            environment = {**self.environment, "UPSTREAM_OUTCOMES": str(log)}
-            # What lies beside a test is imported as by a script, also where that is a package.
-            path = [str(file.path.parent), os.environ.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-            if not fixed:
-                environment["PP_HOOKFIX"] = "off"
+            environment = {**shared, "UPSTREAM_OUTCOMES": str(log)}
             if file.rank_by_rank:
                 environment["UPSTREAM_RANK"] = str(rank)
-            if file.rank_by_rank or file.on_gloo:
-                environment["UPSTREAM_RANKS"] = str(RANKS)
             with open(log.with_suffix(".txt"), "w") as output:
                 processes.append(
                     subprocess.Popen(
@@ -191,7 +189,6 @@ class Runner:
                     )
                 )
         hung = self._wait(processes, logs)
-        self.printed = "".join(log.with_suffix(".txt").read_text()[-4000:] for log in logs)
         collected: list[str] = []
         by_rank = []
         for log in logs:
@@ -200,6 +197,9 @@ class Runner:
             if fixed:
                 self.states |= states
             by_rank.append(ended)
+        if not any(by_rank):  # pytest itself has failed, in a way that a person must see
+            printed = "".join(log.with_suffix(".txt").read_text()[-4000:] for log in logs)
+            sys.stderr.write(f"\n{printed}")
         return collected, {
             test: max((ended[test] for ended in by_rank if test in ended), key=_badness)
             for test in dict.fromkeys(test for ended in by_rank for test in ended)
@@ -240,8 +240,8 @@ class Runner:
                 started = entry["started"]
             if "finished" in entry:
                 ended[entry["finished"]], started = Outcome(entry["outcome"], entry["why"]), None
-            if "status" in entry:
-                states.add(entry["status"][0])
+            if "state" in entry:
+                states.add(entry["state"])
         if started is not None:
             hung, crashed = f"no outcome in {self.limit:g} s", "its process ended in it"
             ended[started] = Outcome("hung", hung) if was_hung else Outcome("crashed", crashed)

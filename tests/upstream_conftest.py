@@ -63,7 +63,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    _write(status=list(status()))
+    _write(state=status().state)
 
 
 def _last_error(text: str) -> str:
