@@ -48,15 +48,11 @@ class Scale(torch.nn.Module):
 
 def receive_buffer_bytes(stages: list[Any]) -> int:
     """Of the buffers that the stages' descriptors hold now, each storage once."""
-    storages = {}
-    for stage in stages:
-        for by_microbatch in (stage.args_recv_info, stage.grad_recv_info):
-            for recv_infos in by_microbatch.values():
-                for info in recv_infos:
-                    buffer = getattr(info, "buffer", None)
-                    if buffer is not None and not buffer.is_meta:
-                        storage = buffer.untyped_storage()
-                        storages[storage.data_ptr()] = storage.nbytes()
+    storages = {
+        buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
+        for stage in stages
+        for _, buffer in training.held_buffers(stage)
+    }
     return sum(storages.values())
 
 

@@ -119,7 +119,7 @@ def _missing(stage_module: ModuleType, policy: str) -> list[str]:
     if base is None:
         missing.append("a class _PipelineStageBase")
     else:
-        for name in POLICIES[policy].methods:
+        for name in [*POLICIES[policy].methods, *POLICIES[policy].relies_on]:
             classes = stage_classes_with(stage_module, name)
             calls = _CALLS.get(name)
             if not classes:

@@ -1,5 +1,7 @@
 """Put a policy's wrappers around torch's stage methods, and take them out again."""
 
+import copy
+import importlib
 from collections.abc import Container
 from types import ModuleType
 from typing import Any, Callable, NamedTuple, Optional
@@ -7,41 +9,94 @@ from typing import Any, Callable, NamedTuple, Optional
 import wrapt
 
 from pp_hookfix.decision import stage_classes_with
-from pp_hookfix.policies import POLICIES, Around
+from pp_hookfix.policies import POLICIES, Around, Refused
 
 NOTHING = Around()
 
 
-class _Wrapper:
-    """A wrapt wrapper of one method, which does what `around` says, or nothing."""
+def _wrapper(
+    on_failure: Callable[[Exception], None],
+) -> tuple[Callable[..., Any], Callable[[Around], None]]:
+    """A wrapper of one method for wrapt, and what sets what it does around the method."""
+    before = after = None
 
-    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
-        self.around = NOTHING
-        self._on_failure = on_failure
-
-    def __call__(
-        self,
-        wrapped: Callable[..., Any],
-        stage: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    # A closure: it is called once per microbatch, and this is the cheapest that wrapt calls.
+    def wrapper(
+        wrapped: Callable[..., Any], stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        around = self.around
-        if around.before is not None:
-            around.before(stage, *args, **kwargs)
+        if before is not None:
+            try:
+                before(stage, args, kwargs)
+            except Refused:
+                raise
+            except Exception as error:
+                on_failure(error)
         result = wrapped(*args, **kwargs)
-        if around.after is None:
+        if after is None:
             return result
         try:
-            return around.after(stage, result, *args, **kwargs)
+            return after(stage, result, args, kwargs)
         except Exception as error:
-            self._on_failure(error)
+            on_failure(error)
             return result
+
+    def does(around: Around) -> None:
+        nonlocal before, after
+        before, after = _function(around.before), _function(around.after)
+
+    return wrapper, does
+
+
+def _function(name: Optional[str]) -> Optional[Callable[..., Any]]:
+    if name is None:
+        return None
+    module, _, function = name.rpartition(".")
+    return getattr(importlib.import_module(f"pp_hookfix.{module}"), function)  # type: ignore[no-any-return]
+
+
+class BoundFunctionWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg,unused-ignore]
+    """The method as attribute of a stage, or of its class.
+
+    It is pickled and copied as the function is that it wraps; wrapt's own refuse.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._self_instance is None:
+            return self._self_parent.__reduce_ex__(protocol)
+        return getattr, (self._self_instance, self.__name__)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._self_instance is None:
+            return self
+        stage = copy.deepcopy(self._self_instance, memo)
+        return self._self_parent.__get__(stage, type(stage))
+
+
+class FunctionWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg,unused-ignore]
+    """What stands in torch's class."""
+
+    __bound_function_wrapper__ = BoundFunctionWrapper
+
+    def __init__(self, wrapped: Any, wrapper: Any, owner: type) -> None:
+        super().__init__(wrapped, wrapper)
+        self._self_stage_class = owner
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self._self_stage_class, self.__name__)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
 
 
 class _InPlace(NamedTuple):
-    method: Any  # wrapt.FunctionWrapper, which newer wrapts type as generic
-    wrapper: _Wrapper
+    method: FunctionWrapper
+    does: Callable[[Around], None]
 
 
 # What stands in torch now, by the class and the method's name.
@@ -69,12 +124,12 @@ def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exceptio
             there = _in_place.get((cls, name))
             if there is None or not _leads_to(vars(cls)[name], there.method):
                 if there is not None:
-                    there.wrapper.around = NOTHING  # should what hides it still call it
-                wrapper = _Wrapper(on_failure)
-                there = _InPlace(wrapt.FunctionWrapper(vars(cls)[name], wrapper), wrapper)
+                    there.does(NOTHING)  # should what hides it still call it
+                wrapper, does = _wrapper(on_failure)
+                there = _InPlace(FunctionWrapper(vars(cls)[name], wrapper, cls), does)
                 setattr(cls, name, there.method)
                 _in_place[cls, name] = there
-            there.wrapper.around = around
+            there.does(around)
     _active = policy
 
 
@@ -86,14 +141,12 @@ def take_out(keep: Container[str] = ()) -> None:
     """
     global _active
     for (cls, name), there in list(_in_place.items()):
-        there.wrapper.around = NOTHING
+        there.does(NOTHING)
         outermost = vars(cls).get(name) is there.method
         if outermost and name not in keep:
             setattr(cls, name, there.method.__wrapped__)
             del _in_place[cls, name]
-    if _active is not None:
-        POLICIES[_active].leave()
-        _active = None
+    _active = None
 
 
 def _leads_to(method: Any, ours: Any) -> bool:

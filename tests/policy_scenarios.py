@@ -64,14 +64,8 @@ class Watch(InputHooks):
         self.in_flight.append(self._flying)
         self.alive.append(
             sum(
-                buffer is not None and not buffer.is_meta
-                for by_microbatch, neighbour in (
-                    (self.stage.args_recv_info, -1),
-                    (self.stage.grad_recv_info, 1),
-                )
-                for infos in by_microbatch.values()
-                for buffer in (getattr(info, "buffer", None) for info in infos)
-                if not self._turns(neighbour)
+                not self._turns({"args": -1, "grad": 1}[direction])
+                for direction, _ in training.held_buffers(self.stage)
             )
         )
 

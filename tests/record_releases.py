@@ -32,7 +32,9 @@ RELEASES = [
     *("2.4.0", "2.4.1", "2.5.0", "2.5.1", "2.6.0", "2.7.0", "2.7.1", "2.8.0", "2.9.0", "2.9.1"),
     *("2.10.0", "2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
 ]
-TESTS = ["tests/test_recv_buffer_hooks.py", "tests/test_policies.py", "tests/test_patch.py"]
+TESTS = [
+    f"tests/test_{name}.py" for name in ("recv_buffer_hooks", "policies", "own_stages", "patch")
+]
 # Wall-clock limits, in seconds. The ranks' own limits are far shorter.
 INSTALL, TEST, VERIFY = 1200, 1800, 600
 

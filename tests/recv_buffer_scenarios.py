@@ -58,12 +58,10 @@ class LeakProbe(InputHooks):
         super().remove()
 
     def _grads_on_buffers(self) -> int:
-        buffers = [
-            getattr(info, "buffer", None)
-            for infos in self._stage.args_recv_info.values()
-            for info in infos
-        ]
-        return sum(buffer is not None and buffer.grad is not None for buffer in buffers)
+        return sum(
+            direction == "args" and buffer.grad is not None
+            for direction, buffer in training.held_buffers(self._stage)
+        )
 
     def _meet(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         super()._meet(module, inputs)

@@ -1,11 +1,13 @@
 """Switching the fix on and off on torch's own stage class, alone and among other wrappers."""
 
+import copy
 import importlib
+import pickle
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Callable, Optional
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ import wrapt
 from conftest import AFFECTED
 
 import pp_hookfix
-from pp_hookfix import activation, policies
-from pp_hookfix.verification import bare_stage
+from pp_hookfix import activation, detach, fresh, policies
+from pp_hookfix.verification import bare_stage, training
 
 stage_module = importlib.import_module(activation.STAGE_MODULE)
 Base = stage_module._PipelineStageBase
@@ -96,9 +98,9 @@ def test_a_buffer_made_in_inference_mode() -> None:
     pp_hookfix.enable()
     with torch.inference_mode():
         buffer = torch.zeros(4, requires_grad=True)
-    assert policies._alias(buffer).requires_grad
-    assert policies._alias(buffer).is_leaf
-    assert policies._alias(buffer) is not buffer
+    assert detach.alias(buffer).requires_grad
+    assert detach.alias(buffer).is_leaf
+    assert detach.alias(buffer) is not buffer
 
 
 @pytest.mark.parametrize("policy", policies.POLICIES)
@@ -150,32 +152,179 @@ def test_the_copy_keeps_the_layout() -> None:
     assert copy.requires_grad
 
 
-def test_fresh_says_so_when_a_receive_is_retrieved_twice() -> None:
+def just_in_time(buffer: Callable[[], torch.Tensor] = lambda: torch.zeros(4)) -> Any:
+    """A stage under `fresh`, whose descriptor was made as torch's own preparation does."""
     pp_hookfix.enable("fresh")
-    buffer = torch.arange(4.0, requires_grad=True)
-    stage = bare_stage.make(buffer)
-    assert stage._retrieve_recv_activations(0)[0] is buffer
-    assert stage.args_recv_info[0][0].buffer.is_meta
-    with pytest.raises(RuntimeError, match="stage 1 has no received activation for microbatch 0"):
+    stage = bare_stage.make(buffer())
+    fresh.let_go(stage, None, (), {})
+    return stage
+
+
+def receive(stage: Any, value: float) -> torch.Tensor:
+    """Receive into what torch posts; the buffer."""
+    buffer = bare_stage.post(stage)
+    with torch.no_grad():
+        buffer.fill_(value)
+    return buffer
+
+
+def test_fresh_gives_the_buffer_away() -> None:
+    stage = just_in_time(lambda: torch.empty_strided((4, 2), (1, 4), requires_grad=True))
+    info = stage.args_recv_info[0][0]
+    assert isinstance(info, stage_module._RecvInfo)
+    assert not list(training.held_buffers(stage))
+    first = receive(stage, 1)
+    assert bare_stage.post(stage) is first  # asked twice
+    assert (first.size(), first.stride(), first.requires_grad) == ((4, 2), (1, 4), True)
+    assert stage._retrieve_recv_activations(0)[0] is first
+    assert not list(training.held_buffers(stage))
+    # The same while it lives.
+    assert stage._retrieve_recv_activations(fwd_chunk_id=0)[0] is first
+    second = receive(stage, 2)
+    assert second is not first
+    assert stage._retrieve_recv_activations(0)[0] is second
+    assert torch.equal(first, torch.ones(4, 2))
+
+
+def test_fresh_says_so_when_a_receive_is_retrieved_again_and_gone() -> None:
+    stage = just_in_time()
+    words = "stage 1 has no received activation for microbatch 0 .*fresh.*PP_HOOKFIX=detach"
+    with pytest.raises(RuntimeError, match=words):
         stage._retrieve_recv_activations(0)
+    receive(stage, 1)
+    stage._retrieve_recv_activations(0)
+    with pytest.raises(RuntimeError, match=words):
+        stage._retrieve_recv_activations(0)
+    assert pp_hookfix.status().state == "patched"
 
 
-def test_a_planned_stage_gets_real_buffers_when_fresh_ends() -> None:
+def test_fresh_lets_what_is_gone_be_filled_and_not_be_read() -> None:
+    stage = just_in_time(lambda: torch.zeros(4, 2))
+    info = stage.args_recv_info[0][0]
+    receive(stage, 1)
+    stage._retrieve_recv_activations(0)
+    buffer = info.buffer
+    assert isinstance(buffer, torch.Tensor)
+    assert (buffer.shape, buffer.grad, buffer.device.type, len(buffer)) == ((4, 2), None, "cpu", 4)
+    words = "stage 1's receive buffer for microbatch 0 was read.*fresh.*PP_HOOKFIX=detach or clone"
+    for read in (
+        lambda: buffer.sum(),
+        lambda: buffer.detach().clone(),
+        lambda: buffer[0] + 1,
+        lambda: buffer.mul_(2),
+        lambda: torch.cat([torch.zeros(1, 2), buffer]),
+        lambda: torch.add(torch.zeros(4, 2), other=buffer),
+        lambda: buffer.tolist(),
+        lambda: buffer.numpy(),
+        lambda: bool(buffer[0, 0]),
+        lambda: info.buffer.view(-1) @ torch.ones(8),
+        lambda: torch.zeros(4, 2).copy_(buffer),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            read()
+    with pytest.raises(RuntimeError, match="no received activation for microbatch 0"):
+        stage._retrieve_recv_activations(0)
+    # By whatever means: this does not go through the tensor.
+    other = torch.empty(0).set_(buffer.untyped_storage())
+    other.fill_(3)
+    assert float(buffer.sum()) == 24
+    (activation,) = stage._retrieve_recv_activations(0)
+    assert type(activation) is torch.Tensor
+    assert torch.equal(activation, torch.full((4, 2), 3.0))
+    assert type(info) is stage_module._RecvInfo
+
+
+def test_whoever_reads_or_sets_a_buffer_has_it() -> None:
+    mine = torch.zeros(4)
+    for rely in (lambda info: info.buffer, lambda info: setattr(info, "buffer", mine)):
+        stage = just_in_time()
+        info = stage.args_recv_info[0][0]
+        rely(info)
+        assert type(info) is stage_module._RecvInfo
+        buffer = info.buffer
+        for value in (1.0, 2.0):
+            assert receive(stage, value) is buffer
+            (activation,) = stage._retrieve_recv_activations(0)
+            assert activation is not buffer
+            assert activation.data_ptr() == buffer.data_ptr()
+            assert info.buffer is buffer
+            fresh.let_go(stage, None, (), {})
+
+
+@pytest.mark.parametrize("whose", ["nobody's", "a row's", "held", "an alias's", "an array's"])
+def test_fresh_takes_over_what_nobody_can_miss(whose: str) -> None:
+    # Made before the policy came: by torch, or by somebody.
+    store = torch.zeros(2, 4)
+    buffer = store[1] if whose == "a row's" else torch.zeros(4)
+    hold: dict[str, Callable[[torch.Tensor], Any]] = {
+        "held": lambda buffer: buffer,
+        "an alias's": torch.Tensor.detach,
+        "an array's": torch.Tensor.numpy,
+    }
+    others = hold[whose](buffer) if whose in hold else None
     pp_hookfix.enable("fresh")
-    stage = bare_stage.make(torch.arange(8.0).view(2, 4).t().requires_grad_())
-    policies._planned_stages().add(stage)
+    stage = bare_stage.make(buffer)
+    address = buffer.data_ptr()
+    del buffer
+    for _ in range(3):
+        receive(stage, 1)
+        (activation,) = stage._retrieve_recv_activations(0)
+        del activation
+    held = list(training.held_buffers(stage))
+    if whose == "nobody's":
+        assert not held
+    else:
+        assert [buffer.data_ptr() for _, buffer in held] == [address]
+    del others
+
+
+def test_descriptors_of_fresh_go_on_when_it_ends() -> None:
+    stage = just_in_time(lambda: torch.zeros(4, requires_grad=True))
+    kept = receive(stage, 1)
     stage._retrieve_recv_activations(0)
     pp_hookfix.enable("detach")
-    buffer = stage.args_recv_info[0][0].buffer
-    assert buffer.device.type == "cpu"
-    assert (buffer.size(), buffer.stride()) == ((4, 2), (1, 4))
-    assert buffer.requires_grad
+    buffer = receive(stage, 2)
+    assert buffer is not kept
+    for _ in range(2):
+        (activation,) = stage._retrieve_recv_activations(0)
+        assert activation is not buffer
+        assert activation.data_ptr() == buffer.data_ptr()
+        assert bare_stage.post(stage) is buffer
+    pp_hookfix.disable()
+    assert stage._retrieve_recv_activations(0)[0] is buffer
+    pp_hookfix.enable("fresh")
+    assert stage._retrieve_recv_activations(0)[0] is buffer
+    assert receive(stage, 3) is not buffer
+    assert torch.equal(kept, torch.ones(4))
+
+
+@pytest.mark.parametrize("policy", [None, *policies.POLICIES])
+def test_methods_are_pickled_and_copied_as_functions_are(policy: Optional[str]) -> None:
+    pp_hookfix.enable(policy) if policy else pp_hookfix.disable()
+    method = stage_module.PipelineStage._retrieve_recv_activations
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(method, protocol)) == method
+    assert copy.copy(method) is method
+    assert copy.deepcopy({"method": method})["method"] is method
+    assert copy.deepcopy(vars(Base)[NAME]) is vars(Base)[NAME]
+    assert copy.copy(vars(Base)[NAME]) is vars(Base)[NAME]
+    stage = bare_stage.make(torch.ones(4))
+    bound = stage._retrieve_recv_activations
+    assert copy.copy(bound).__self__ is stage
+    for copied in (copy.deepcopy(bound), pickle.loads(pickle.dumps(bound))):
+        assert copied.__self__ is not stage
+        assert type(copied.__self__) is type(stage)
+        assert torch.equal(copied(0)[0], torch.ones(4))
+    # What was pickled with the fix loads without, and the other way round.
+    pickled = pickle.dumps(method)
+    pp_hookfix.disable()
+    assert pickle.loads(pickled) is ORIGINAL
 
 
 def test_what_is_no_receive_buffer_passes_through() -> None:
     buffer, other = torch.zeros(2), torch.ones(2)
     stage = bare_stage.make(buffer)
-    result = policies.alias_activations(stage, (None, other, buffer), 0)
+    result = detach.alias_activations(stage, (None, other, buffer), (0,), {})
     assert result[0] is None
     assert result[1] is other
     assert result[2] is not buffer

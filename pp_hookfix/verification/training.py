@@ -1,7 +1,7 @@
 """Train a small pipeline on this rank and record what its hooks, losses and gradients were."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
 
@@ -187,6 +187,22 @@ def run_steps(
     for hook in record.hooked:
         hook.remove()
     return record
+
+
+def held_buffers(stage: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The receive buffers that a stage's descriptors hold now.
+
+    Under the policy `fresh`, reading ``info.buffer`` is relying on it; this only looks.
+
+    Yields:
+        ``args`` or ``grad``, and a buffer that has memory.
+    """
+    for direction in ("args", "grad"):
+        for recv_infos in getattr(stage, f"{direction}_recv_info").values():
+            for info in recv_infos:
+                buffer = vars(info).get("buffer")
+                if buffer is not None and not buffer.is_meta:
+                    yield direction, buffer
 
 
 def losses_equal(one: Record, other: Record) -> bool:

@@ -1,0 +1,115 @@
+"""Stages of a user's own train as on stock torch under every policy, or get the one error.
+
+All that is to be as on stock torch runs within one spawn (own_stage_scenarios.py). A rank
+that gets the error takes the others with it, so each of those is a spawn of its own.
+"""
+
+from typing import Any
+
+import own_stage_scenarios as scenarios
+import pytest
+import torch
+from conftest import AFFECTED, spawned
+
+from pp_hookfix.policies import POLICIES
+from pp_hookfix.verification import ranks
+
+RUNS = [*POLICIES, "switched"]
+
+pytestmark = pytest.mark.skipif(
+    not AFFECTED, reason=f"torch {torch.__version__} has no persistent receive buffers"
+)
+
+
+@pytest.fixture(scope="module", params=["gloo", "nccl"])
+def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each of two ranks saw."""
+    return spawned(scenarios.run, 2, request.param)
+
+
+every_kind = pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        (kind, schedule)
+        for kind in scenarios.KINDS
+        for schedule in (("1F1B",) if kind in scenarios.RINGS else scenarios.SCHEDULES)
+    ],
+)
+
+
+@every_kind
+@pytest.mark.parametrize("run", RUNS)
+def test_every_kind_trains_as_on_stock_torch(
+    seen: list[dict[str, Any]], kind: str, schedule: str, run: str
+) -> None:
+    for results in seen:
+        result = results["every_kind"][f"{kind}-{schedule}-{run}"]
+        assert (result["losses"], result["gradients"], result["seen"]) == (True, True, True)
+
+
+@every_kind
+def test_what_it_saw_was_something(seen: list[dict[str, Any]], kind: str, schedule: str) -> None:
+    sees = sum(results["every_kind"][f"{kind}-{schedule}-stock"]["sees"] for results in seen)
+    assert bool(sees) == (
+        kind in ("LooksAtWhatItReceived", "ComparesWithTheLastStep", "ReadsAfterItsForward")
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", scenarios.SCHEDULES)
+@pytest.mark.parametrize("kind", [kind for kind in scenarios.KINDS if kind not in scenarios.RINGS])
+def test_hooks_end_with_their_step_whoever_else_has_the_buffers(
+    seen: list[dict[str, Any]], kind: str, schedule: str, policy: str
+) -> None:
+    for results in seen:
+        for stage, hooks in results["every_kind"][f"{kind}-{schedule}-{policy}"]["hooks"].items():
+            if stage > 0:
+                assert hooks == [scenarios.MICROBATCHES] * scenarios.STEPS
+        stock = results["every_kind"][f"Stage-{schedule}-stock"]["hooks"]
+        assert all(
+            hooks[-1] == scenarios.MICROBATCHES * scenarios.STEPS
+            for stage, hooks in stock.items()
+            if stage > 0
+        )
+
+
+@pytest.mark.parametrize("habit", [habit.__name__ for habit in scenarios.HABITS])
+@pytest.mark.parametrize("run", RUNS)
+def test_what_is_done_with_a_pipeline(seen: list[dict[str, Any]], habit: str, run: str) -> None:
+    for results in seen:
+        if results["every_habit"][f"{habit}-{run}"] is None:
+            pytest.skip("fewer_microbatches: eval() from torch 2.9 on; other_lengths: from 2.6 on")
+        assert results["every_habit"][f"{habit}-{run}"] is True
+
+
+@pytest.mark.parametrize("kind", scenarios.READERS)
+def test_what_is_gone_under_fresh_alone(kind: str) -> None:
+    found = spawned(
+        scenarios.read, 2, "gloo", kind=kind, name="Interleaved1F1B", policies=["detach", "clone"]
+    )
+    same = {"losses": True, "gradients": True, "seen": True}
+    assert found == [{"None": same, "detach": same, "clone": same}] * 2
+
+
+@pytest.mark.parametrize("kind", scenarios.READERS)
+def test_what_is_gone_is_named(kind: str) -> None:
+    outcome = ranks.start(
+        scenarios.read,
+        2,
+        "gloo",
+        timeout=60,
+        kind=kind,
+        name="Interleaved1F1B",
+        policies=["fresh"],
+    )
+    assert outcome.exit_status == ranks.RANK_FAILED
+    words = {
+        "ReceivesNothing": "has no received activation for microbatch 0 to retrieve",
+    }.get(kind, "'s receive buffer for microbatch 0 was read, but what it had received was given")
+    errors = [line for log in outcome.logs for line in log.splitlines() if "Refused: " in line]
+    assert errors
+    for error in errors:
+        assert error.startswith("pp_hookfix.policies.Refused: pp_hookfix: stage ")
+        assert words in error
+        assert "under the policy fresh " in error
+        assert error.endswith("Use PP_HOOKFIX=detach or clone.")
