@@ -24,7 +24,7 @@ from pp_hookfix.policies import POLICIES
 from pp_hookfix.verification import bare_stage
 
 CALLS = 2000
-RETRIEVAL = "_retrieve_recv_activations"
+RETRIEVAL: str = "_retrieve_recv_activations"
 
 
 def seconds_per_call(stage: Any, posted: bool = False) -> float:
@@ -65,9 +65,9 @@ def measure(rounds: int = 60) -> list[table.Row]:
         taken["hand edit"].append(seconds_per_call(stage))
         setattr(hand_edit.BASE, name, original)
         wrapper = wrapt.FunctionWrapper(retrieval, bare)
-        hand_edit.BASE._retrieve_recv_activations = wrapper
+        setattr(hand_edit.BASE, RETRIEVAL, wrapper)
         taken["bare wrapt"].append(seconds_per_call(stage))
-        hand_edit.BASE._retrieve_recv_activations = retrieval
+        setattr(hand_edit.BASE, RETRIEVAL, retrieval)
         for policy in POLICIES:
             pp_hookfix.enable(policy)
             taken[policy].append(seconds_per_call(stage, posted=policy == "fresh"))

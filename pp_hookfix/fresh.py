@@ -219,12 +219,15 @@ def _show(info: Any) -> Any:
     state = vars(info)
     if state["shown"] is not None:
         return state["shown"]
-    buffer = _given(state) if state["buffer"].is_meta else state["buffer"]
-    if buffer is None:
+    if not state["buffer"].is_meta:
+        buffer = state["buffer"]
+    elif (buffer := _given(state)) is None:
         buffer = _empty(state["buffer"], state["device"])
         if state["given"] is not None and buffer.numel():
             state.update(buffer=buffer, shown=_unwritten(buffer, state["given_as"]))
             return state["shown"]
+    elif not state["given_in_this_step"]:
+        buffer.grad = None  # as `clear_runtime_states` would have left it
     _rely_on(info, buffer)
     return buffer
 

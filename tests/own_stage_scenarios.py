@@ -235,6 +235,9 @@ class PostsItsOwn(Stage):
         ]
 
     def get_fwd_recv_ops(self, chunk: int) -> Any:
+        if TORCH < (2, 6):  # torch's own method does it there
+            for info in receiving(self.args_recv_info[chunk]):
+                info.buffer.requires_grad_()
         return self.posts(self.args_recv_info[chunk])
 
     def get_bwd_recv_ops(self, chunk: int) -> Any:
@@ -367,16 +370,17 @@ class DropsItsBuffers(Stage):
         super().own()
         self.nothing = torch.empty(0, device=self.device)
 
-    def make_buffers(self, recv_infos: Any) -> None:
+    def make_buffers(self, recv_infos: Any, carry: bool = False) -> None:
         for info in receiving(recv_infos):
-            info.buffer = torch.empty(ROWS, FEATURES, device=self.device)
+            info.buffer = torch.empty(ROWS, FEATURES, device=self.device, requires_grad=carry)
 
     def drop_buffers(self, recv_infos: Any) -> None:
         for info in receiving(recv_infos):
             info.buffer = self.nothing
 
     def get_fwd_recv_ops(self, chunk: int) -> Any:
-        self.make_buffers(self.args_recv_info[chunk])
+        # From 2.12 on the retrieval sets it.
+        self.make_buffers(self.args_recv_info[chunk], carry=TORCH < (2, 12))
         return super().get_fwd_recv_ops(chunk)
 
     def get_bwd_recv_ops(self, chunk: int) -> Any:
@@ -435,7 +439,8 @@ class IsCopied(Stage):
 
     def begin_step(self, step: int, switch_policy: Callable[[], None]) -> None:
         super().begin_step(step, switch_policy)
-        # The module needs not be copied, and its hooks' closures cannot.
+        self.clear_runtime_states()  # outputs are no leaves, and cannot be copied
+        # Nor can what the module's hooks hold, and it needs not be.
         copied = copy.deepcopy(self, {id(self.submod): self.submod})
         self.args_recv_info, self.grad_recv_info = copied.args_recv_info, copied.grad_recv_info
 
@@ -450,8 +455,8 @@ KINDS: dict[str, type[Stage]] = {
         *(DropsItsBuffers, SharesDescriptors, SharesBuffers),
     )
 }
-# As deep as what 1F1B has in flight. Stock torch's hooks pile up within a step there, so that
-# what they collect is no measure.
+# As deep as what 1F1B has in flight. Stock torch's hooks pile up within a step there, and up to
+# 2.9 `.grad` too: what is to be trained as is stock torch without the ring, and without hooks.
 RINGS = ("SharesDescriptors", "SharesBuffers")
 
 
@@ -481,13 +486,12 @@ def train(
     return record, [tensor for stage in stages for tensor in stage.seen]
 
 
-def runs() -> dict[str, Policies]:
+def runs(with_stock: bool = True) -> dict[str, Policies]:
     """Policies by step: stock torch, every policy, and all in turn."""
-    return {
-        "stock": (None,) * STEPS,
-        **{policy: (policy,) * STEPS for policy in POLICIES},
-        "switched": SWITCHED,
-    }
+    by_step: dict[str, Policies] = {policy: (policy,) * STEPS for policy in POLICIES}
+    if with_stock:
+        return {"stock": (None,) * STEPS, **by_step, "switched": SWITCHED}
+    return {**by_step, "switched": tuple(policy or "detach" for policy in SWITCHED)}
 
 
 def every_kind(rank: Rank) -> dict[str, Any]:
@@ -496,8 +500,8 @@ def every_kind(rank: Rank) -> dict[str, Any]:
     for kind_name, kind in KINDS.items():
         for name in ("1F1B",) if kind_name in RINGS else SCHEDULES:
             hooks = None if kind_name in RINGS else InputHooks
-            stock: Any = None
-            for run_name, by_step in runs().items():
+            stock: Any = train(rank, Stage, name, (None,) * STEPS, None) if hooks is None else None
+            for run_name, by_step in runs(with_stock=hooks is not None).items():
                 with rank.time_limit(f"{kind_name}, {name}, {run_name}"):
                     record, seen = train(rank, kind, name, by_step, hooks)
                 stock = stock or (record, seen)

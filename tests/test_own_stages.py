@@ -9,7 +9,7 @@ from typing import Any
 import own_stage_scenarios as scenarios
 import pytest
 import torch
-from conftest import AFFECTED, spawned
+from conftest import AFFECTED, TORCH, spawned
 
 from pp_hookfix.policies import POLICIES
 from pp_hookfix.verification import ranks
@@ -49,7 +49,7 @@ def test_every_kind_trains_as_on_stock_torch(
 
 @every_kind
 def test_what_it_saw_was_something(seen: list[dict[str, Any]], kind: str, schedule: str) -> None:
-    sees = sum(results["every_kind"][f"{kind}-{schedule}-stock"]["sees"] for results in seen)
+    sees = sum(results["every_kind"][f"{kind}-{schedule}-fresh"]["sees"] for results in seen)
     assert bool(sees) == (
         kind in ("LooksAtWhatItReceived", "ComparesWithTheLastStep", "ReadsAfterItsForward")
     )
@@ -102,6 +102,10 @@ def test_what_is_gone_is_named(kind: str) -> None:
         name="Interleaved1F1B",
         policies=["fresh"],
     )
+    if TORCH < (2, 7) and outcome.exit_status == 0:
+        # torch itself keeps outputs, and so the inputs of their graphs, until the next step.
+        assert all(all(found["fresh"].values()) for found in outcome.results)
+        return
     assert outcome.exit_status == ranks.RANK_FAILED
     words = {
         "ReceivesNothing": "has no received activation for microbatch 0 to retrieve",
