@@ -203,10 +203,12 @@ def _read(info: Any, frame: FrameType) -> Any:
     reader = frame.f_code.co_name if _is_torchs_own(info, frame) else None
     if reader == "clear_runtime_states":
         state["given_in_this_step"] = False
-    elif reader in _FILLING and state["buffer"].is_meta:
-        state["buffer"] = _empty(state["buffer"], state["device"])
-    elif reader in _FILLING and not state["is_ours"]:
-        state["is_ours"] = _is_nobody_elses(state)
+    elif reader in _FILLING:
+        if not state["is_ours"] and _is_nobody_elses(state):
+            # A new one: what was put on that one ends with it.
+            state.update(is_ours=True, buffer=_plan(state["buffer"]))
+        if state["buffer"].is_meta:
+            state["buffer"] = _empty(state["buffer"], state["device"])
     elif reader is None or state["buffer"].is_meta:
         return _show(info)
     if state["shown"] is not None:

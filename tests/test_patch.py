@@ -262,6 +262,7 @@ def test_fresh_takes_over_what_nobody_can_miss(whose: str) -> None:
         "an array's": torch.Tensor.numpy,
     }
     others = hold[whose](buffer) if whose in hold else None
+    buffer.left = "by a step before"  # type: ignore[attr-defined]
     pp_hookfix.enable("fresh")
     stage = bare_stage.make(buffer)
     address = buffer.data_ptr()
@@ -269,6 +270,7 @@ def test_fresh_takes_over_what_nobody_can_miss(whose: str) -> None:
     for _ in range(3):
         receive(stage, 1)
         (activation,) = stage._retrieve_recv_activations(0)
+        assert not hasattr(activation, "left")
         del activation
     held = list(training.held_buffers(stage))
     if whose == "nobody's":
