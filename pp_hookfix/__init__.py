@@ -10,9 +10,27 @@ torch that allocates each receive just in time (2.15, PR 196463) it does nothing
 # Runs at interpreter start wherever a sitecustomize imports it: it may load
 # nothing that a bare interpreter has not loaded already, so neither torch nor
 # wrapt, nor typing, logging, warnings, ... (tests/test_import_cost.py).
-from pp_hookfix.activation import activate, disable, enable, status
+from pp_hookfix.activation import activate, disable, enable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pp_hookfix.decision import Status
 
 __all__ = ["disable", "enable", "status"]
 __version__ = "0.1.0"
+
+
+def status() -> "Status":
+    """What is true in this process now; an immutable value.
+
+    Its ``state`` is ``pending`` until ``torch.distributed.pipelining`` is imported; then
+    ``patched``, ``not-needed`` or ``unsupported``; ``bypassed`` where the fix went in
+    and what stands in torch now does not call it, until ``enable()`` mends that; or ``off``.
+    ``reason`` is one sentence for a person.
+    """
+    from pp_hookfix import in_force
+
+    return in_force.status()
+
 
 activate()

@@ -1,28 +1,31 @@
 """When the fix goes in: at once, or as soon as torch's pipeline stages are imported.
 
-``import pp_hookfix`` runs `activate`. Before torch is imported that leaves a
-single finder on ``sys.meta_path``, which waits for the name ``torch``; then a
-post-import hook of wrapt waits for the stage module; then `decision` decides.
+``import pp_hookfix`` runs `activate`. Until the stage module is there, two things wait
+for it. A finder on ``sys.meta_path`` finds nothing, but is asked for most modules, and
+looks. Finders in front of it (import hooks of other packages) keep modules from it, so
+from the moment that it sees torch, the module itself tells when the import system sets
+``distributed`` on it, and that one when it sets ``pipelining``, which nothing bypasses.
+Then `decision` decides.
 """
 
 # Runs at interpreter start (see __init__.py): these are builtin, or loaded by
 # every interpreter before it runs a line of ours. All else is imported where
 # it is first needed.
 import _thread
-import os
 import sys
 
-from pp_hookfix.policies import DEFAULT, POLICIES
+from pp_hookfix import request
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
-    from typing import Optional
+    from typing import Any, Optional
 
     from pp_hookfix.decision import Status
 
-ENVIRONMENT_VARIABLE = "PP_HOOKFIX"
 STAGE_MODULE = "torch.distributed.pipelining.stage"
+# Where it is imported from, the nearest first, and the name set on each.
+_PARENTS = {"torch.distributed": "pipelining", "torch": "distributed"}
 
 # Held for short changes of the state below, never during an import: another
 # thread may hold that import's lock and be waiting for this one.
@@ -30,7 +33,11 @@ _lock = _thread.RLock()
 _policy = "off"
 _why_off = ""
 _status: "Optional[Status]" = None  # the decision, while it stands
-_wrapt_waits = False
+_decided_on: "Optional[ModuleType]" = None  # the stage module that it is of
+_brought_by: "Optional[str]" = None  # the file that imported us as the interpreter started
+
+
+# --- on and off
 
 
 def activate() -> None:
@@ -40,23 +47,16 @@ def activate() -> None:
         ValueError: ``PP_HOOKFIX`` is neither a policy nor ``off``. While the
             interpreter starts, a line on standard error instead.
     """
-    global _why_off
+    global _why_off, _brought_by
+    _brought_by = request.brought_by()
     try:
-        policy = _policy_of_environment()
+        policy = request.policy_of_environment()
     except ValueError as error:
-        if _interpreter_is_starting():
-            # Raised here, it would end a sitecustomize half way, and the whole
-            # interpreter where autowrapt imports us.
-            sys.stderr.write(f"pp_hookfix: {error} {sys.executable} runs without the fix.\n")
-            _why_off = str(error)
-            return
-        if _runs_our_command():
-            # A usage error of the command: its one line, not a traceback.
-            sys.stderr.write(f"pp-hookfix: {error}\n")
-            sys.exit(2)
-        raise
+        request.tell(error)
+        _why_off = str(error)
+        return
     if policy == "off":
-        _why_off = f"{ENVIRONMENT_VARIABLE}=off in the environment: nothing is wrapped."
+        _why_off = f"{request.ENVIRONMENT_VARIABLE}=off in the environment: nothing is wrapped."
     else:
         enable(policy)
 
@@ -76,12 +76,7 @@ def enable(policy: "Optional[str]" = None) -> None:
         ValueError: `policy`, or ``PP_HOOKFIX``, is not one of those allowed.
     """
     global _policy, _status
-    if policy is None:
-        policy = _policy_of_environment()
-        if policy == "off":
-            policy = DEFAULT
-    elif policy not in POLICIES:
-        raise ValueError(_not_allowed(f"policy {policy!r}", [*POLICIES]))
+    policy = request.policy_of(policy)
     with _lock:
         if policy != _policy:
             _policy, _status = policy, None
@@ -89,11 +84,12 @@ def enable(policy: "Optional[str]" = None) -> None:
         import importlib
 
         # Waits for a thread that is in the middle of importing it.
-        on_stage_module(importlib.import_module(STAGE_MODULE))
-    elif sys.modules.get("torch") is not None:
-        _wait_for_stage_module()
+        importlib.import_module(STAGE_MODULE)
+    stage_module = loaded_stage_module()
+    if stage_module is None:
+        _wait()
     else:
-        _wait_for_torch()
+        on_stage_module(stage_module)
 
 
 def disable() -> None:
@@ -107,92 +103,113 @@ def disable() -> None:
     with _lock:
         _policy, _status = "off", None
         _why_off = "pp_hookfix.disable() was called: torch is as it was."
-        _stop_waiting_for_torch()
+        _stop_waiting()
         _take_out()
 
 
-def status() -> "Status":
-    """What the fix did, or waits for, in this process; an immutable value.
-
-    Its ``state`` is ``pending`` until ``torch.distributed.pipelining`` is
-    imported; then ``patched``, ``not-needed`` or ``unsupported``; or ``off``.
-    ``reason`` is one sentence for a person.
-    """
-    from pp_hookfix.decision import Status
-
-    with _lock:
-        if _status is not None:
-            return _status
-        torch_version = _torch_version()
-        if _policy == "off":
-            return Status("off", _why_off, torch_version, "off")
-        return Status(
-            "pending",
-            "torch.distributed.pipelining is not imported yet: the decision falls when it is.",
-            torch_version,
-            _policy,
-        )
+# --- waiting for the stage module
 
 
-class _TorchFinder:
-    """Finds nothing: notices the import of torch, for one string comparison an import."""
+class _Finder:
+    """Finds nothing; asked for a module, it looks what is there by now."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname == "torch":
-            _wait_for_stage_module()
+        if "torch" in sys.modules:
+            _catch_up()
 
 
-_torch_finder = _TorchFinder()
+class _Telling(type(sys)):  # type: ignore[misc]
+    """What the nearest parent is while we wait: a module that sees its submodule come."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if _PARENTS.get(self.__name__) == name:
+            _catch_up()
+
+    def __reduce__(self) -> "Any":
+        # Picklers know modules by their exact class.
+        import importlib
+
+        return importlib.import_module, (self.__name__,)
 
 
-def _wait_for_torch() -> None:
+_finder = _Finder()
+
+
+def _wait() -> None:
     with _lock:
-        if _torch_finder not in sys.meta_path:
-            sys.meta_path = [_torch_finder, *sys.meta_path]
+        if _finder not in sys.meta_path:
+            sys.meta_path = [_finder, *sys.meta_path]
+        nearest = next((name for name in _PARENTS if name in sys.modules), None)
+        for name in _PARENTS:
+            _let_tell(name, name == nearest)
 
 
-def _stop_waiting_for_torch() -> None:
+def _stop_waiting() -> None:
     # The import system iterates sys.meta_path live, and may be doing so now: find_spec
-    # calls us, and wrapt inserts a finder of its own right after. A new list leaves the
-    # running loop on the old one, where it skips no finder and asks none twice.
-    sys.meta_path = [finder for finder in sys.meta_path if finder is not _torch_finder]
+    # calls us. A new list leaves the running loop on the old one, where it skips no finder.
+    sys.meta_path = [finder for finder in sys.meta_path if finder is not _finder]
+    for name in _PARENTS:
+        _let_tell(name, False)
 
 
-def _wait_for_stage_module() -> None:
-    global _wrapt_waits
-    with _lock:
-        _stop_waiting_for_torch()
-        if _wrapt_waits:
-            return
-        _wrapt_waits = True
-    try:
-        import wrapt
+def _let_tell(name: str, tells: bool) -> None:
+    # Nobody's own class of modules, nor a lazy one, is taken away.
+    module: Any = sys.modules.get(name)
+    before, after = (type(sys), _Telling) if tells else (_Telling, type(sys))
+    if type(module) is before:
+        module.__class__ = after
 
-        wrapt.register_post_import_hook(on_stage_module, STAGE_MODULE)
-    except Exception as error:
-        _wrapt_waits = False
-        _failed(error)
+
+def _catch_up() -> None:
+    """Decide if the stage module is there; from within an import, so it raises nothing."""
+    if _policy == "off" or _status is not None:
+        _stop_waiting()  # somebody has put back a sys.meta_path of before
+        return
+    stage_module = loaded_stage_module()
+    if stage_module is None:
+        _wait()
+    else:
+        on_stage_module(stage_module)
+
+
+def loaded_stage_module() -> "Optional[ModuleType]":
+    """torch's stage module, once its import is over."""
+    stage_module = sys.modules.get(STAGE_MODULE)
+    if getattr(getattr(stage_module, "__spec__", None), "_initializing", False):
+        return None
+    return stage_module
+
+
+# --- the decision
 
 
 def on_stage_module(stage_module: "ModuleType") -> None:
-    """Decide and patch, once torch's stage module is loaded; a post-import hook of wrapt.
+    """Decide and patch, once torch's stage module is loaded; autowrapt calls it, too.
 
     Never raises: the import of torch would fail with it.
     """
-    global _status
+    global _status, _decided_on
+    with _lock:
+        _stop_waiting()
     try:
         from pp_hookfix import decision, patch
 
+        policy = _policy
+        if policy == "off":
+            return
+        decided = decision.decide(torch_version() or "", stage_module, policy)
+        if decided.state == "patched":
+            patch.load(policy)
         with _lock:
-            if _policy == "off":
+            if policy != _policy:  # another thread's, meanwhile
                 return
-            decided = decision.decide(_torch_version() or "", stage_module, _policy)
             if decided.state == "patched":
-                patch.put_in(stage_module, _policy, _failed)
+                patch.put_in(stage_module, policy, _failed)
             else:
                 patch.take_out()  # of a policy that was on before
             news = decided != _status
-            _status = decided
+            _status, _decided_on = decided, stage_module
         if news:
             _announce(decided)
     except Exception as error:
@@ -201,20 +218,20 @@ def on_stage_module(stage_module: "ModuleType") -> None:
 
 def _failed(error: Exception) -> None:
     """Give up, in a way that nobody can miss, and leave torch untouched."""
-    global _status
+    global _status, _decided_on
     from pp_hookfix.decision import Status
 
     with _lock:
         _take_out()
-        torch_version = _torch_version() or "(unknown version)"
-        _status = Status(
+        version = torch_version() or "(unknown version)"
+        _status = failed = Status(
             "unsupported",
-            f"torch {torch_version} is left untouched and its stages keep their receive "
+            f"torch {version} is left untouched and its stages keep their receive "
             f"buffers: pp_hookfix failed with {type(error).__name__}: {error}.",
-            torch_version,
+            version,
             _policy,
         )
-        failed = _status
+        _decided_on = sys.modules.get(STAGE_MODULE)
     _announce(failed)
 
 
@@ -225,7 +242,8 @@ def _take_out() -> None:
         patch.take_out()
 
 
-def _torch_version() -> "Optional[str]":
+def torch_version() -> "Optional[str]":
+    """``torch.__version__``, or None while torch is not imported."""
     version = getattr(sys.modules.get("torch"), "__version__", None)
     return None if version is None else str(version)
 
@@ -242,34 +260,3 @@ def _announce(decided: "Status") -> None:
         except RuntimeWarning as raised:
             # Under -W error a warning would break torch's import or a training step.
             logger.error("%s", raised)
-
-
-def _policy_of_environment() -> str:
-    policy = os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT
-    if policy != "off" and policy not in POLICIES:
-        raise ValueError(
-            _not_allowed(
-                f"{ENVIRONMENT_VARIABLE}={policy!r} in the environment", [*POLICIES, "off"]
-            )
-        )
-    return policy
-
-
-def _interpreter_is_starting() -> bool:
-    """Whether ``site`` is what imports us: a sitecustomize, or a ``.pth`` file."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__") != "site":
-        frame = frame.f_back
-    return frame.f_globals.get("__name__") == "site"
-
-
-def _runs_our_command() -> bool:
-    """Whether this process is ``pp-hookfix`` or (3.10 and later) ``python -m pp_hookfix``."""
-    words = getattr(sys, "orig_argv", [])
-    return os.path.basename(sys.argv[0] if sys.argv else "") == "pp-hookfix" or (
-        "-m" in words and words[words.index("-m") + 1 :][:1] == ["pp_hookfix"]
-    )
-
-
-def _not_allowed(what: str, allowed: "list[str]") -> str:
-    return f"{what} is not one of those allowed: {', '.join(allowed)}."

@@ -8,9 +8,11 @@ import sys
 from typing import Callable, Optional
 
 import pp_hookfix
-from pp_hookfix.activation import ENVIRONMENT_VARIABLE, STAGE_MODULE
+from pp_hookfix import environment
+from pp_hookfix.activation import STAGE_MODULE
 from pp_hookfix.decision import FIRST_AFFECTED, dotted
 from pp_hookfix.policies import POLICIES
+from pp_hookfix.request import ENVIRONMENT_VARIABLE
 from pp_hookfix.verification.schedules import LAYOUTS
 
 
@@ -31,7 +33,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     status = commands.add_parser(
-        "status", help="say what the fix does with the torch installed here"
+        "status",
+        help="say what the fix does with the torch installed here, and whether a new Python "
+        "of this environment has it",
+        description="Answer two questions: what the fix does with the torch installed here, "
+        "and whether a new Python of this environment has it, and by what.",
     )
     status.add_argument("--json", action="store_true", help="print one JSON object")
     status.set_defaults(run=_status)
@@ -96,6 +102,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"set {ENVIRONMENT_VARIABLE} for the command: {', '.join(POLICIES)} or off",
     )
+    activate = commands.add_parser(
+        "activate",
+        help="have the fix in every Python of this environment, from its start",
+        description="Write one small file into this environment's site-packages, by which "
+        f"every Python of it has the fix; {ENVIRONMENT_VARIABLE} rules as ever. Exit status: 0 "
+        "when a new Python has it, 1 when the file cannot be written.",
+    )
+    activate.set_defaults(run=_activate)
+    deactivate = commands.add_parser("deactivate", help="undo activate")
+    deactivate.set_defaults(run=_deactivate)
+
     # One positional that takes the rest as it is, the command's own options too.
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     run.set_defaults(run=_run, error=run.error)
@@ -132,10 +149,34 @@ def _status(arguments: argparse.Namespace) -> int:
     status = pp_hookfix.status()
     if lacking and status.state != "off":
         status = status._replace(state="not-needed", reason=f"{lacking}: there is nothing to fix.")
+    new = environment.new_python()
     if arguments.json:
-        print(json.dumps(status._asdict()))
+        print(json.dumps({**status._asdict(), "new_python": new._asdict()}))
     else:
         print(f"{status.state}: {status.reason}")
+        print(environment.in_words(new))
+    return 0
+
+
+def _activate(arguments: argparse.Namespace) -> int:
+    try:
+        new = environment.activate()
+    except environment.CannotWrite as error:
+        print(f"pp-hookfix activate: {error}", file=sys.stderr)
+        return 1
+    print(environment.in_words(new))
+    print(f"{environment.file()} is what does it; `pp-hookfix deactivate` removes it.")
+    return 0
+
+
+def _deactivate(arguments: argparse.Namespace) -> int:
+    try:
+        was_there = environment.deactivate()
+    except environment.CannotWrite as error:
+        print(f"pp-hookfix deactivate: {error}", file=sys.stderr)
+        return 1
+    path = environment.file()
+    print(f"{path} is removed." if was_there else f"{path} is not there: nothing to undo.")
     return 0
 
 
@@ -184,6 +225,12 @@ def _run(arguments: argparse.Namespace) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, existing] if existing else [folder])
     if arguments.policy is not None:
         os.environ[ENVIRONMENT_VARIABLE] = arguments.policy
+    if "opentelemetry-instrument" in map(os.path.basename, command[:1]):
+        print(
+            "pp-hookfix run: opentelemetry-instrument starts its command without the fix: put "
+            f"pp-hookfix run behind it: {command[0]} pp-hookfix run ...",
+            file=sys.stderr,
+        )
     sys.stdout.flush()
     try:
         os.execvp(command[0], command)

@@ -115,7 +115,7 @@ def _give(stage: Any, info: Any, handed_out: Any, microbatch: int) -> bool:
     if _is_torchs(info):  # made before the policy came: the next receive tells (`_read`)
         _take_charge(info, stage, is_ours=False)
     state = vars(info)
-    if not _is_in_charge(info) or not state["is_ours"]:
+    if not _is_in_charge(info) or not state["is_ours"] or state["buffer"].is_meta:
         return False
     # A DTensor that torch builds has the buffer's memory, but not the tensor object.
     given = handed_out if hasattr(handed_out, "_local_tensor") else state["buffer"]

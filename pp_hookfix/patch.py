@@ -1,12 +1,24 @@
 """Put a policy's wrappers around torch's stage methods, and take them out again."""
 
 import copy
-import importlib
-from collections.abc import Container
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Container, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, NamedTuple, Optional
 
-import wrapt
+try:
+    import wrapt
+except ModuleNotFoundError:
+    # Under `pp-hookfix run` from an environment of its own: the one that is installed beside
+    # us, and nothing else of what is.
+    beside = importlib.machinery.PathFinder.find_spec("wrapt", [str(Path(__file__).parents[1])])
+    if "wrapt" in sys.modules or beside is None or beside.loader is None:
+        raise
+    wrapt = sys.modules["wrapt"] = importlib.util.module_from_spec(beside)
+    beside.loader.exec_module(wrapt)
 
 from pp_hookfix.decision import stage_classes_with
 from pp_hookfix.policies import POLICIES, Around, Refused
@@ -95,13 +107,37 @@ class FunctionWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg,unused-ig
 
 
 class _InPlace(NamedTuple):
-    method: FunctionWrapper
+    method: Any  # FunctionWrapper: to type checkers, which see a descriptor, a bound one
     does: Callable[[Around], None]
 
 
 # What stands in torch now, by the class and the method's name.
 _in_place: dict[tuple[type, str], _InPlace] = {}
 _active: Optional[str] = None
+
+
+def load(policy: str) -> None:
+    """Import what `put_in` needs of a policy, and must not import while a lock is held."""
+    for around in POLICIES[policy].methods.values():
+        _function(around.before)
+        _function(around.after)
+
+
+def standing(stage_module: ModuleType) -> Iterator[tuple[str, Any, Any]]:
+    """What stands now where the policy that is on wraps.
+
+    Yields:
+        The method as a person writes it, what it is, and what we put there (None: nothing).
+    """
+    if _active is None:
+        return
+    for name in POLICIES[_active].methods:
+        classes = stage_classes_with(stage_module, name)
+        if not classes:
+            yield f"_PipelineStageBase.{name}", None, None
+        for cls in classes:
+            there = _in_place.get((cls, name))
+            yield f"{cls.__name__}.{name}", vars(cls)[name], there and there.method
 
 
 def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exception], None]) -> None:

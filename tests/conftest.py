@@ -1,8 +1,11 @@
 """What several test modules share."""
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -34,6 +37,9 @@ BACKENDS_AND_RANKS = [
     for ranks in (2, 4)
 ]
 
+ELSEWHERE = tempfile.mkdtemp(prefix="pp_hookfix-elsewhere-")
+atexit.register(shutil.rmtree, ELSEWHERE, ignore_errors=True)
+
 # Measured, not asked of the code under test: docs of upstream PR 196463.
 AFFECTED = (2, 4) <= TORCH < (2, 15)
 
@@ -57,7 +63,10 @@ def python(
     timeout: float = 120,
     env: Optional[Mapping[str, Optional[str]]] = None,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run this interpreter in a new process; `env` adds to the environment, None removes."""
+    """Run this interpreter in a new process; `env` adds to the environment, None removes.
+
+    It starts away from the checkout, which would come before the installed package.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "PP_HOOKFIX"}
     for key, value in (env or {}).items():
         if value is None:
@@ -69,7 +78,7 @@ def python(
         capture_output=True,
         text=True,
         timeout=timeout,
-        cwd=cwd,
+        cwd=cwd or ELSEWHERE,
         env=environment,
         check=False,
     )

@@ -258,3 +258,199 @@ def test_not_needed_wraps_nothing(tmp_path: Path) -> None:
 def test_status_tells_the_version_and_policy(torch_path: Path) -> None:
     script = "import pp_hookfix, torch; print(pp_hookfix.status()[2:])"
     assert run(script, torch_path) == "('2.13.0', 'detach')\n"
+
+
+# --- behind other import hooks
+
+
+PATCHED = f"print(type(stage.{ORIGINAL}).__name__)"
+STAGE = "import sys; stage = sys.modules['torch.distributed.pipelining.stage']\n"
+FINDERS = {
+    # typeguard, beartype and others: a finder in front that has modules loaded by itself.
+    "in front, for pipelining": """
+import importlib.machinery
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("torch.distributed.pipelining"):
+            return importlib.machinery.PathFinder.find_spec(name, path, target)
+import pp_hookfix, torch.distributed
+sys.meta_path.insert(0, Finder())
+import torch.distributed.pipelining
+""",
+    "put back around torch": """
+import pp_hookfix
+saved = list(sys.meta_path)
+import torch.distributed
+sys.meta_path = saved
+import torch.distributed.pipelining
+""",
+    "put back in place around torch": """
+saved = list(sys.meta_path)
+import pp_hookfix
+import torch.distributed
+sys.meta_path[:] = saved
+import torch.distributed.pipelining
+""",
+    "all there is put back": """
+saved = list(sys.meta_path)
+import pp_hookfix
+sys.meta_path[:] = saved
+import torch.distributed.pipelining
+pp_hookfix.status()
+""",
+    "a later module": """
+import pp_hookfix
+class Hidden(type(sys)):
+    pass
+import torch.distributed
+torch.__class__ = torch.distributed.__class__ = Hidden
+sys.meta_path.insert(0, sys.meta_path.pop())
+import torch.distributed.pipelining
+sys.meta_path.append(sys.meta_path.pop(0))
+import colorsys
+""",
+}
+
+
+@pytest.mark.parametrize("kind", FINDERS)
+def test_patched_behind_other_import_hooks(kind: str, torch_path: Path) -> None:
+    out = run("import sys\n" + FINDERS[kind] + STAGE + PATCHED + REPORT + LAYERS, torch_path)
+    assert out == "FunctionWrapper\npatched FunctionWrapper\n1\n"
+
+
+def test_when_the_decision_has_fallen_nothing_waits(torch_path: Path) -> None:
+    script = """
+import sys
+before = list(sys.meta_path)
+import pp_hookfix
+waiting = sys.meta_path
+import torch.distributed
+told = type(torch.distributed)
+import torch.distributed.pipelining
+print(sys.meta_path == before, type(torch.distributed) is type(sys), told is type(sys))
+sys.meta_path = waiting
+import colorsys
+print(sys.meta_path == before)
+"""
+    assert run(script, torch_path) == "True True False\nTrue\n"
+
+
+def test_the_finder_goes_without_disturbing_the_loop_that_asks_it(torch_path: Path) -> None:
+    # sys.meta_path is iterated live: in place, the finder behind ours would be skipped.
+    script = """
+import sys, pp_hookfix
+class Behind:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        asked.append(name)
+asked = []
+sys.meta_path.insert(1, Behind)
+import torch.distributed
+torch.distributed.__class__ = type(sys)
+sys.meta_path.remove(next(finder for finder in sys.meta_path if "pp_hookfix" in repr(finder)))
+import torch.distributed.pipelining
+pp_hookfix.activation._wait()
+import colorsys
+print(asked.count("colorsys"), pp_hookfix.status().state)
+"""
+    assert run(script, torch_path) == "1 patched\n"
+
+
+def test_torch_distributed_can_be_pickled_while_it_tells(torch_path: Path) -> None:
+    script = """
+import pickle, pp_hookfix, torch.distributed
+pp_hookfix.enable()
+again = pickle.loads(pickle.dumps(torch.distributed))
+print(type(torch.distributed).__name__, again is torch.distributed)
+pp_hookfix.disable()
+print(type(torch.distributed).__name__)
+"""
+    assert run(script, torch_path) == "_Telling True\nmodule\n"
+
+
+# --- what is true now
+
+BYPASSED = {
+    "reloaded": ("import importlib; importlib.reload(stage)", "stage.py:"),
+    "a function that does not call ours": (
+        "def new(self, fwd_chunk_id): return ()\nBase._retrieve_recv_activations = new",
+        "__main__.new (<string>:",
+    ),
+    "torch's own": (
+        "Base._retrieve_recv_activations = vars(Base)['_retrieve_recv_activations'].__wrapped__",
+        "stage.py:",
+    ),
+    "in a subclass": (
+        "stage.PipelineStage._retrieve_recv_activations = lambda self, fwd_chunk_id: ()",
+        "PipelineStage._retrieve_recv_activations is __main__.<lambda> (<string>:",
+    ),
+    "gone": ("del Base._retrieve_recv_activations", "Base._retrieve_recv_activations is gone"),
+}
+REACHED = {
+    "__wrapped__": "import functools\n@functools.wraps(ours)\ndef new(*args): return ours(*args)",
+    "a closure": "def make(ours):\n return lambda *args: ours(*args)\nnew = make(ours)",
+    "a global": "def new(*args): return ours(*args)",
+    "a default": "def new(self, fwd_chunk_id, ours=ours): return ours(self, fwd_chunk_id)",
+    "a partial": "import functools\npart = functools.partial(ours)\ndef new(*args): part(*args)",
+    "a callable object": """
+class New:
+    def __init__(self, function): self.function = function
+    def __call__(self, *args): return self.function(*args)
+    def __get__(self, stage, owner): return self.__call__
+new = New(ours)""",
+    "wrapt": "import wrapt\nnew = wrapt.decorator(lambda wrapped, instance, args, kwargs: "
+    "wrapped(*args, **kwargs))(vars(Base)['_retrieve_recv_activations'])",
+    "two functions": "def inner(*args): return ours(*args)\ndef new(*args): return inner(*args)",
+}
+START = """
+import pp_hookfix, torch.distributed.pipelining.stage as stage
+Base = stage._PipelineStageBase
+ours = Base._retrieve_recv_activations
+"""
+
+
+@pytest.mark.parametrize("kind", BYPASSED)
+def test_what_no_longer_stands_is_told_and_mended(kind: str, torch_path: Path) -> None:
+    change, told = BYPASSED[kind]
+    script = f"{START}{change}\nprint(*pp_hookfix.status()[:2], sep='\\n')\n"
+    script += "pp_hookfix.enable()\nprint(pp_hookfix.status().state)"
+    out = run(script if kind == "gone" else script + LAYERS, torch_path)
+    first, reason, *mended = out.splitlines()
+    assert first == "bypassed"
+    assert told in reason
+    assert "pp_hookfix.enable()" in reason
+    if kind == "gone":
+        assert "unsupported" in mended
+    else:
+        assert mended == ["patched", "1"]
+
+
+@pytest.mark.parametrize("kind", REACHED)
+def test_wrappers_above_ours_do_not_hide_it(kind: str, torch_path: Path) -> None:
+    script = f"{START}{REACHED[kind]}\nBase._retrieve_recv_activations = new\n"
+    assert run(script + "print(pp_hookfix.status().state)", torch_path) == "patched\n"
+
+
+def test_a_stage_module_that_is_imported_anew(torch_path: Path) -> None:
+    script = """
+import sys
+for name in [name for name in sys.modules if name.startswith("torch.distributed.pipelining")]:
+    del sys.modules[name]
+import torch.distributed.pipelining.stage
+assert torch.distributed.pipelining.stage is not stage
+pp_hookfix.status()
+"""
+    out = run(START + script + REPORT + LAYERS, torch_path)
+    assert out == "patched FunctionWrapper\n1\n"
+
+
+def test_status_decides_where_nothing_else_did(torch_path: Path) -> None:
+    script = """
+import pp_hookfix, sys
+finders = sys.meta_path
+sys.meta_path = [finder for finder in finders if "pp_hookfix" not in repr(finder)]
+import torch.distributed.pipelining
+stage = sys.modules["torch.distributed.pipelining.stage"]
+print(pp_hookfix.status().state)
+"""
+    assert run(script + REPORT, torch_path) == "patched\npatched FunctionWrapper\n"

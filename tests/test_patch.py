@@ -3,8 +3,6 @@
 import copy
 import importlib
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
@@ -12,7 +10,7 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 import wrapt
-from conftest import AFFECTED
+from conftest import AFFECTED, python
 
 import pp_hookfix
 from pp_hookfix import activation, detach, fresh, policies
@@ -450,5 +448,4 @@ def test_a_method_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_import_order_with_the_real_torch(order: str) -> None:
     script = f"{order}; print(pp_hookfix.status().state)"
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert out.stdout == "patched\n"
+    assert python("-c", script).stdout == "patched\n"

@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 import pytest
 import stand_in
-from conftest import python
+from conftest import ELSEWHERE, python
 
 import pp_hookfix
 
@@ -226,6 +226,7 @@ def test_run_hands_over_arguments_and_standard_streams() -> None:
         capture_output=True,
         text=True,
         check=False,
+        cwd=ELSEWHERE,
         env={**os.environ, "PYTHONPATH": str(PACKAGE)},
     )
     assert result.stdout == "['--policy', '-h', '--', 'a b'] in\n", result.stderr
@@ -240,6 +241,7 @@ def test_run_becomes_the_command() -> None:
         ],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=ELSEWHERE,
         env={**os.environ, "PYTHONPATH": str(PACKAGE)},
     ) as process:
         assert process.stdout is not None

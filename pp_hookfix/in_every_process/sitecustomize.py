@@ -39,3 +39,8 @@ finally:
     # Python's import of this module ends by looking it up.
     if "sitecustomize" not in sys.modules and _ours is not None:
         sys.modules["sitecustomize"] = _ours
+    # OpenTelemetry's has put its own folder first for the children, which chains to nobody.
+    _path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if _HERE in _path[1:]:
+        _path.remove(_HERE)
+        os.environ["PYTHONPATH"] = os.pathsep.join([_HERE] + _path)  # noqa: RUF005
