@@ -152,7 +152,7 @@ def deactivate() -> bool:
 
 def _is_ours(path: Path) -> bool:
     """Whether the file is there."""
-    if not path.exists():
+    if not path.is_file():
         return False
     if not path.read_text(errors="replace").startswith(_MARK):
         raise CannotWrite(f"{path} is there and was not written by pp-hookfix: it stays as it is")

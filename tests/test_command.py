@@ -113,7 +113,7 @@ pp_hookfix.enable = enable_in_vain
         return
     assert result.returncode == 1, result.stdout + result.stderr
     assert "4 8 12 16 20     4 8 12 16 20" in result.stdout
-    assert result.stdout.splitlines()[-1] == "FAILED: GPipe (detach, patched)."
+    assert result.stdout.splitlines()[-1] == "FAILED: GPipe (detach, bypassed)."
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
+import environments
 import pytest
 import stand_in
 from conftest import ELSEWHERE, python
@@ -283,6 +284,98 @@ def test_run_and_a_broken_pp_hookfix(tmp_path: Path) -> None:
     result = python("-c", "print(1)", env={"PYTHONPATH": str(copy)})
     assert result.stdout == "1\n"
     assert result.stderr == f"pp-hookfix: {sys.executable} runs without the fix: broken\n"
+
+
+# --- pp-hookfix run from an environment of its own, as pipx and uvx make them
+
+
+@pytest.mark.parametrize("python", [sys.executable, *environments.other_pythons()])
+def test_run_from_another_environment(python: str, torch_path: Path, tmp_path: Path) -> None:
+    tool = environments.make(sys.executable, tmp_path / "tool", "pp_hookfix", "wrapt")
+    (environments.site_packages(tool) / "of_the_tool.py").write_text("")
+    user = environments.make(python, tmp_path / "user")
+    code = REPORT + "import importlib.util; print(importlib.util.find_spec('of_the_tool'))"
+    command = [str(tool), "-m", "pp_hookfix", "run", str(user), "-c", code]
+    for version in ("2.13.0", "2.14.1+vendor"):
+        drifted = stand_in.STAGE.replace("_retrieve_recv_activations", "_take")
+        if version != "2.13.0":
+            torch_path = stand_in.make(tmp_path / "drifted", version, drifted)
+            command[-1] = "import torch.distributed.pipelining"
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(torch_path)}
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=env, cwd=tmp_path
+        )
+        if version == "2.13.0":
+            assert result.stdout == "patched True\nNone\n", result.stderr
+            assert result.stderr == ""
+        else:
+            assert "RuntimeWarning: pp_hookfix: torch 2.14.1+vendor is left" in result.stderr
+
+
+# --- other tools that start Python processes
+
+
+TOOLS = {
+    "opentelemetry-instrument": ("opentelemetry.instrumentation", ["opentelemetry-instrument"]),
+    "coverage": ("coverage", ["coverage", "run"]),
+    "ddtrace-run": ("ddtrace", ["ddtrace-run"]),
+}
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["run inside", "run outside"])
+@pytest.mark.parametrize("tool", TOOLS)
+def test_other_tools(tool: str, within: bool, torch_path: Path, tmp_path: Path) -> None:
+    package, words = TOOLS[tool]
+    pytest.importorskip(package, reason=f"{tool} is not installed")
+    words = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+    # A file for coverage, which runs a Python program and no command.
+    ours = tmp_path / "pp-hookfix"
+    ours.write_text("import sys\nfrom pp_hookfix.command import main\nsys.exit(main())\n")
+    run = (
+        [str(ours), "run"] if tool == "coverage" and within else [sys.executable, str(ours), "run"]
+    )
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"import subprocess, sys\nREPORT = {REPORT!r}\nexec(REPORT)\nsys.stdout.flush()\n"
+        "subprocess.run([sys.executable, '-c', REPORT], check=True)\n"
+    )
+    train = [str(path)] if tool == "coverage" and not within else [sys.executable, str(path)]
+    command = [*words, *run, *train] if within else [*run, *words, *train]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ELSEWHERE,
+        env={
+            **{key: value for key, value in os.environ.items() if key != "PP_HOOKFIX"},
+            **{f"OTEL_{kind}_EXPORTER": "none" for kind in ("TRACES", "METRICS", "LOGS")},
+            "DD_TRACE_ENABLED": "false",
+            "DD_INSTRUMENTATION_TELEMETRY_ENABLED": "false",
+            "COVERAGE_FILE": str(tmp_path / "coverage"),
+            "PYTHONPATH": joined(torch_path, PACKAGE),
+        },
+    )
+    if tool == "opentelemetry-instrument" and not within:
+        # It puts its own sitecustomize in the place of ours: told, and as without the fix.
+        assert "opentelemetry-instrument starts its command without the fix" in result.stderr
+        assert "opentelemetry-instrument pp-hookfix run" in result.stderr
+        return
+    assert result.stdout == "patched True\n" * 2, result.stderr
+
+
+@pytest.mark.parametrize("torch", ["before", "after"])
+def test_behind_the_import_hook_of_typeguard(torch: str, torch_path: Path) -> None:
+    pytest.importorskip("typeguard")
+    hook = "from typeguard import install_import_hook\n"
+    hook += "install_import_hook('torch.distributed.pipelining')\n"
+    code = "import pp_hookfix\n" + ("import torch\n" + hook if torch == "before" else hook)
+    code += "import torch.distributed.pipelining\n"
+    code += "print('typeguard' in repr(torch.distributed.pipelining.stage.__loader__).lower())\n"
+    code += "base = vars(torch.distributed.pipelining.stage._PipelineStageBase)\n"
+    code += "print(type(base['_retrieve_recv_activations']).__name__)"
+    result = python("-c", code, env={"PYTHONPATH": joined(torch_path, PACKAGE)})
+    assert result.stdout == "True\nFunctionWrapper\n", result.stderr
 
 
 # --- autowrapt

@@ -42,6 +42,32 @@ def test_the_example_under_torchrun(tmp_path: Path) -> None:
     assert len(losses(plain)) == 3
 
 
+def test_the_example_under_opentelemetry(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.instrumentation")
+    env = {f"OTEL_{kind}_EXPORTER": "none" for kind in ("TRACES", "METRICS", "LOGS")}
+    env["PYTHONPATH"] = str(PACKAGE)
+    instrument = (str(Path(sys.executable).with_name("opentelemetry-instrument")), sys.executable)
+    fixed = example(*instrument, *RUN, sys.executable, cwd=tmp_path, env=env)
+    assert collected(fixed) == [4, 4, 4]
+
+
+@pytest.mark.parametrize("way", ["typeguard", "sys.meta_path put back"])
+def test_patched_behind_other_import_hooks(way: str) -> None:
+    if way == "typeguard":
+        pytest.importorskip("typeguard")
+        between = "from typeguard import install_import_hook\n"
+        between += "install_import_hook('torch.distributed.pipelining')\n"
+    else:
+        between = "sys.meta_path[:] = before\n"
+    script = "import sys; before = list(sys.meta_path)\nimport pp_hookfix, torch\n" + between
+    script += "from torch.distributed.pipelining import PipelineStage\n"
+    script += "print(hasattr(PipelineStage._retrieve_recv_activations, '__wrapped__'))\n"
+    script += "print(type(torch.distributed) is type(sys), pp_hookfix.status().state)"
+    result = python("-c", script, env={"PYTHONPATH": str(PACKAGE)})
+    expected = "True\nTrue patched\n" if AFFECTED else "False\nTrue not-needed\n"
+    assert result.stdout == expected, result.stderr
+
+
 def test_the_example_under_sitecustomize(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import pp_hookfix\n")
     env = {"PYTHONPATH": f"{tmp_path}:{PACKAGE}"}

@@ -1,0 +1,63 @@
+"""Environments of their own, for what must not lie in the one that runs the tests."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Optional
+
+import pp_hookfix
+
+
+def make(python: str, folder: Path, *packages: str) -> Path:
+    """A virtual environment of `python` with some of our packages copied in; its interpreter."""
+    subprocess.run(
+        [python, "-m", "venv", "--without-pip", str(folder)], check=True, capture_output=True
+    )
+    made = folder / "bin" / "python"
+    for package in packages:
+        copy_package(package, site_packages(made))
+    return made
+
+
+def site_packages(python: Path) -> Path:
+    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.check_output([str(python), "-c", show], text=True).strip())
+
+
+def copy_package(name: str, folder: Path) -> None:
+    """As it lies in the environment that runs the tests."""
+    if name == "pp_hookfix":
+        source = Path(pp_hookfix.__file__).parent
+    else:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin).parent
+    shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def distributions_python() -> Optional[str]:
+    """One whose standard library has a sitecustomize, as Debian's and Ubuntu's have."""
+    python = "/usr/bin/python3"
+    if not os.path.exists(python):
+        return None
+    show = "import os, sysconfig; print(os.path.exists(sysconfig.get_path('stdlib') + "
+    show += "'/sitecustomize.py') and __import__('sys').version_info >= (3, 9))"
+    ran = subprocess.run([python, "-S", "-c", show], capture_output=True, text=True, check=False)
+    return python if ran.stdout.strip() == "True" else None
+
+
+def other_pythons() -> list[str]:
+    """Interpreters of other CPythons from 3.9 on that start here."""
+    found = []
+    for minor in range(9, 16):
+        python = shutil.which(f"python3.{minor}")
+        if python is None:
+            continue
+        show = "import sys; print(sys.executable)"
+        ran = subprocess.run([python, "-c", show], capture_output=True, text=True, check=False)
+        if ran.returncode == 0:
+            found.append(ran.stdout.strip())
+    return found
