@@ -34,11 +34,25 @@ def releases(session: nox.Session) -> None:
     A release is 3 to 5 GB, installed, tried and removed before the next.
     """
     session.install(".[dev]")
+    session.run("python", "tests/record_releases.py", built_wheel(session), *session.posargs)
+
+
+@nox.session
+def ways_in(session: nox.Session) -> None:
+    """Every way in with the real tools (uv, pipx, ddtrace, PEX, ...), into docs/ways-in.md."""
+    session.install(".[dev]")
+    wheel = built_wheel(session)
+    session.install("autowrapt>=2", wheel)
+    session.run("python", "tests/try_ways_in.py", wheel)
+
+
+def built_wheel(session: nox.Session) -> str:
+    """The project's wheel, made anew."""
     folder = Path(session.create_tmp()) / "dist"
     shutil.rmtree(folder, ignore_errors=True)
     session.run("python", "-m", "build", "--wheel", "--outdir", str(folder))
     (wheel,) = folder.glob("*.whl")
-    session.run("python", "tests/record_releases.py", str(wheel.resolve()), *session.posargs)
+    return str(wheel.resolve())
 
 
 @nox.session

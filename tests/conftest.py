@@ -25,6 +25,7 @@ except ImportError:  # the torch-free tests run wherever a CPython is
         "test_recv_buffer_hooks.py",
         "test_patch.py",
         "test_policies.py",
+        "test_own_stages.py",
         "test_command.py",
         "test_ways_in_torch.py",
     ]

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Optional
 
@@ -50,14 +51,17 @@ def distributions_python() -> Optional[str]:
 
 
 def other_pythons() -> list[str]:
-    """Interpreters of other CPythons from 3.9 on that start here."""
-    found = []
-    for minor in range(9, 16):
-        python = shutil.which(f"python3.{minor}")
-        if python is None:
-            continue
-        show = "import sys; print(sys.executable)"
+    """An interpreter of each other CPython from 3.9 on that is here, pyenv's too."""
+    candidates = [shutil.which(f"python3.{minor}") for minor in range(9, 16)]
+    pyenv = shutil.which("pyenv")
+    if pyenv is not None:
+        root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout
+        candidates += map(str, sorted(Path(root.strip(), "versions").glob("3.*/bin/python")))
+    show = "import sys; print(sys.executable, sys.version_info >= (3, 9), sys.version_info[1])"
+    found = {}
+    for python in filter(None, candidates):
         ran = subprocess.run([python, "-c", show], capture_output=True, text=True, check=False)
-        if ran.returncode == 0:
-            found.append(ran.stdout.strip())
-    return found
+        if ran.returncode == 0 and ran.stdout.split()[1] == "True":
+            found[int(ran.stdout.split()[2])] = ran.stdout.split()[0]
+    found.pop(sys.version_info[1], None)
+    return [found[minor] for minor in sorted(found)]
