@@ -6,6 +6,7 @@ Rows, against the baseline ``bare``:
 
 - ``bare``: a new virtual environment's interpreter, ``-c pass``;
 - ``run``: the same one, in the environment that ``pp-hookfix run`` makes;
+- ``activate``: another one, in which pp_hookfix lies and ``pp-hookfix activate`` was run;
 - ``autowrapt, idle`` and ``autowrapt``: the interpreter that runs this script, if
   autowrapt is installed there, without and with ``AUTOWRAPT_BOOTSTRAP=pp_hookfix``.
 """
@@ -13,6 +14,7 @@ Rows, against the baseline ``bare``:
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import table
+
+import pp_hookfix
 
 # Compiled modules are written: an installed package has them.
 NOT_INHERITED = ("PYTHONPATH", "PP_HOOKFIX", "AUTOWRAPT_BOOTSTRAP", "PYTHONDONTWRITEBYTECODE")
@@ -33,6 +37,12 @@ def environment_of_run(python: str) -> dict[str, str]:
     command = [sys.executable, "-m", "pp_hookfix", "run", python, "-c", show]
     environment: dict[str, str] = json.loads(subprocess.check_output(command, text=True))
     return environment
+
+
+def new_environment(folder: Path) -> str:
+    """Its interpreter."""
+    venv.create(folder, symlinks=True)
+    return str(folder / "bin" / "python")
 
 
 def seconds(python: str, environment: Mapping[str, str]) -> float:
@@ -47,11 +57,15 @@ def time_processes(rounds: int) -> dict[str, list[float]]:
     os.environ.clear()
     os.environ.update(inherited)
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, symlinks=True)
-        python = str(Path(folder, "bin", "python"))
+        python, activated = (new_environment(Path(folder, name)) for name in ("bare", "activate"))
+        (packages,) = Path(folder, "activate").glob("lib/python*/site-packages")
+        shutil.copytree(Path(pp_hookfix.__file__).parent, packages / "pp_hookfix")
+        activate = [activated, "-m", "pp_hookfix", "activate"]
+        subprocess.run(activate, check=True, capture_output=True, cwd=folder)
         rows: dict[str, tuple[str, Mapping[str, str]]] = {
             "bare": (python, inherited),
             "run": (python, environment_of_run(python)),
+            "activate": (activated, inherited),
         }
         if importlib.util.find_spec("autowrapt") is not None:
             rows["autowrapt, idle"] = sys.executable, inherited
