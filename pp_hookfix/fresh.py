@@ -14,7 +14,7 @@ A descriptor (``_RecvInfo``) of which this policy is in charge is of a subclass,
 The descriptors go on by themselves wherever somebody puts them, and after the policy ended.
 
 One thing that stock torch can show is gone here: what was received earlier, given away and
-freed since. Who reads it gets an `_Unwritten` buffer, which may be filled or received into.
+freed since. Whoever reads it gets an `_Unwritten` buffer, to fill or to receive into.
 """
 
 import copy
@@ -76,7 +76,7 @@ def give_activations(stage: Any, activations: Any, args: Any, kwargs: Any) -> An
     (microbatch,) = args or kwargs.values()
     handed_out = []
     for tensor, info in zip(activations, stage.args_recv_info[microbatch]):
-        if not _give(stage, info, tensor, microbatch) and tensor is vars(info)["buffer"]:
+        if not _give(stage, info, tensor, microbatch) and tensor is _held(info):
             tensor = alias(tensor)
         handed_out.append(tensor)
     return type(activations)(handed_out)
@@ -232,6 +232,10 @@ def _show(info: Any) -> Any:
         buffer.grad = None  # as `clear_runtime_states` would have left it
     _rely_on(info, buffer)
     return buffer
+
+
+def _held(info: Any) -> Any:
+    return vars(info)["buffer"] if _is_in_charge(info) else getattr(info, "buffer", None)
 
 
 def _is_in_charge(info: Any) -> bool:
