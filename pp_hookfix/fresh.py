@@ -190,6 +190,8 @@ def _take_charge(info: Any, stage: Any, is_ours: bool) -> None:
 def _rely_on(info: Any, buffer: Any) -> None:
     """Make it torch's ordinary descriptor with this buffer, which stays."""
     if _is_in_charge(info):
+        if vars(info)["shown"] is not None and buffer is vars(info)["buffer"]:
+            buffer.requires_grad_(vars(info)["shown"].requires_grad)
         info.__class__ = type(info).__bases__[0]
         for name in ("device", "is_ours", "given", "given_in_this_step", "given_as", "shown"):
             del vars(info)[name]
@@ -280,8 +282,8 @@ class _Unwritten(torch.Tensor):
             if name not in _LOOKS and name not in _VIEWS:
                 read = {key: value for key, value in kwargs.items() if key != "out"}
                 for leaf in tree_leaves((args[name in _OVERWRITES :], read)):
-                    if isinstance(leaf, cls) and _is_untouched(leaf):
-                        raise Refused(cls.gone)
+                    if isinstance(leaf, _Unwritten) and _is_untouched(leaf):
+                        raise Refused(leaf.gone)
             result = func(*args, **kwargs)
             if name in _VIEWS and type(result) is torch.Tensor:
                 return result.as_subclass(cls)

@@ -2,8 +2,9 @@
 
     python tests/record_releases.py [--verify-only] WHEEL [VERSION ...]
 
-One virtual environment at a time, removed afterwards. Per release: the regression
-and policy tests on Gloo with 2 and 4 ranks, and ``pp-hookfix verify --json``. Only
+One virtual environment at a time, removed afterwards. Per release: the tests of the
+regression, of the policies and of users' own stages, on Gloo with 2 and 4 ranks, and
+``pp-hookfix verify --json``. Only
 what a run wrote goes into docs/releases.json, as each release ends; without
 versions, those are run that the record lacks, or whose tests it lacks, so that an
 interrupted run goes on where it stopped. docs/releases.md is made from the record

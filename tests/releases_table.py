@@ -15,10 +15,10 @@ HEAD = """\
 
 Made by `nox -s releases` from what its runs wrote ([releases.json](releases.json));
 not edited by hand. Each release was really installed, on the CPU, with the built wheel:
-`pp-hookfix verify` (2 ranks, 5 steps) and the regression and policy tests on Gloo with 2
-and 4 ranks. "Hooks" are those fired in each step where most fired, over all schedules:
-without the fix, and under the worst of the three policies. "Equal" means losses and all
-gradients, to the last bit, under every policy.
+`pp-hookfix verify` (2 ranks, 5 steps) and the tests of the regression, of the policies and
+of users' own stages, on Gloo with 2 and 4 ranks. "Hooks" are those fired in each step where
+most fired, over all schedules: without the fix, and under the worst of the three policies.
+"Equal" means losses and all gradients, to the last bit, under every policy.
 
 | torch | build | Python | schedules | hooks without | hooks with | equal | decision | tests |
 |---|---|---|---|---|---|---|---|---|

@@ -222,6 +222,14 @@ def test_fresh_lets_what_is_gone_be_filled_and_not_be_read() -> None:
             read()
     with pytest.raises(RuntimeError, match="no received activation for microbatch 0"):
         stage._retrieve_recv_activations(0)
+    another = just_in_time(lambda: torch.zeros(4, 2))
+    receive(another, 1)
+    another._retrieve_recv_activations(0)
+    written = another.args_recv_info[0][0].buffer.zero_()
+    with pytest.raises(RuntimeError, match=words):
+        torch.stack([written, buffer])
+    written.requires_grad_()
+    assert bare_stage.post(another).requires_grad
     # By whatever means: this does not go through the tensor.
     other = torch.empty(0).set_(buffer.untyped_storage())
     other.fill_(3)
