@@ -26,6 +26,7 @@ CONTENT = f"""\
 # Written by `pp-hookfix activate`. `pp-hookfix deactivate` removes it.
 import sys; exec({_CODE!r})
 """
+_ANSWER = "pp_hookfix: "
 _MARK = CONTENT.splitlines()[0]
 
 
@@ -56,15 +57,17 @@ def new_python() -> NewPython:
         subprocess.CalledProcessError: it does not start.
     """
     show = (
-        "import json, sys; ours = sys.modules.get('pp_hookfix.activation'); print(json.dumps(["
+        "import json, sys; ours = sys.modules.get('pp_hookfix.activation'); "
+        f"print({_ANSWER!r} + json.dumps(["
         "getattr(ours, '_brought_by', None), getattr(ours, '_policy', None), "
         "getattr(sys.modules.get('sitecustomize'), '__file__', None)]))"
     )
     # From elsewhere: its own folder comes first on the path of `python -c`.
-    out = subprocess.check_output(
-        [sys.executable, "-c", show], text=True, cwd=os.path.dirname(__file__)
-    )
-    by, policy, runs = json.loads(out.splitlines()[-1])
+    command = [sys.executable, "-c", show]
+    out = subprocess.check_output(command, text=True, cwd=sys.prefix)
+    # What runs at its start may print, too.
+    (answer,) = (line for line in out.splitlines() if line.startswith(_ANSWER))
+    by, policy, runs = json.loads(answer[len(_ANSWER) :])
     there = [Path(folder, "sitecustomize.py") for folder in site.getsitepackages()]
     hidden = [
         str(path)

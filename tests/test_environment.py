@@ -191,6 +191,15 @@ def test_a_file_that_is_not_read_is_not_left_behind(environment: Environment) ->
     assert not (environment.packages / FILE).exists()
 
 
+def test_a_start_that_prints(environment: Environment) -> None:
+    prints = "import atexit; print('started'); atexit.register(print, 'ended')\n"
+    (environment.packages / "prints.pth").write_text(prints)
+    environment.command("activate")
+    printed = environment.command("status", "--json").stdout.splitlines()
+    (document,) = (json.loads(line) for line in printed if line.startswith("{"))
+    assert document["new_python"]["active"] is True
+
+
 def test_status_answers_two_questions(environment: Environment) -> None:
     result = environment.command("status")
     first, second = result.stdout.splitlines()
