@@ -19,7 +19,11 @@ from pp_hookfix.verification.schedules import LAYOUTS
 def main(argv: Optional[list[str]] = None) -> int:
     """Run the command and return its exit status; usage errors exit with 2."""
     arguments = _parser().parse_args(argv)
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+    except environment.CannotWrite as error:
+        print(f"pp-hookfix {arguments.name}: {error}", file=sys.stderr)
+        return 1
     return status
 
 
@@ -30,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         "on torch 2.4 - 2.14 (upstream issue 185331).",
     )
     parser.add_argument("--version", action="version", version=pp_hookfix.__version__)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="name", required=True)
 
     status = commands.add_parser(
         "status",
@@ -159,22 +163,13 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _activate(arguments: argparse.Namespace) -> int:
-    try:
-        new = environment.activate()
-    except environment.CannotWrite as error:
-        print(f"pp-hookfix activate: {error}", file=sys.stderr)
-        return 1
-    print(environment.in_words(new))
+    print(environment.in_words(environment.activate()))
     print(f"{environment.file()} is what does it; `pp-hookfix deactivate` removes it.")
     return 0
 
 
 def _deactivate(arguments: argparse.Namespace) -> int:
-    try:
-        was_there = environment.deactivate()
-    except environment.CannotWrite as error:
-        print(f"pp-hookfix deactivate: {error}", file=sys.stderr)
-        return 1
+    was_there = environment.deactivate()
     path = environment.file()
     print(f"{path} is removed." if was_there else f"{path} is not there: nothing to undo.")
     return 0
