@@ -116,7 +116,7 @@ def file() -> Path:
 
 
 def activate() -> NewPython:
-    """Write the file, unless it is there, and see that it takes.
+    """Write the file and see that it takes.
 
     Raises:
         CannotWrite: no permission, or somebody else's file has that name, or a new

@@ -35,6 +35,15 @@ from pp_hookfix.policies import Refused
 _FILLING = ("_get_recv_ops", "get_fwd_recv_ops", "set_local_bwd_input")
 # Left on descriptors that somebody else relies on.
 _RELIED_ON = "_pp_hookfix_relied_on"
+# What we know of a descriptor that we are in charge of, in its ``__dict__`` beside the buffer.
+_STATE: dict[str, Any] = {
+    "device": None,
+    "is_ours": False,  # the buffer, to give away
+    "given": None,  # a weak reference to what was handed out last
+    "given_in_this_step": False,
+    "given_as": "",  # in words
+    "shown": None,  # the `_Unwritten` tensor over the buffer that somebody has
+}
 
 
 # --- around torch's methods
@@ -175,14 +184,7 @@ def _receive_class(torchs: Any) -> type:
 
 def _take_charge(info: Any, stage: Any, is_ours: bool) -> None:
     """Be in charge of a descriptor, whose buffer is ours to give or may be somebody else's."""
-    vars(info).update(
-        device=stage.device,
-        is_ours=is_ours,
-        given=None,
-        given_in_this_step=False,
-        given_as="",
-        shown=None,
-    )
+    vars(info).update({**_STATE, "device": stage.device, "is_ours": is_ours})
     torchs: Any = type(info)
     info.__class__ = _receive_class(torchs)
 
@@ -193,7 +195,7 @@ def _rely_on(info: Any, buffer: Any) -> None:
         if vars(info)["shown"] is not None and buffer is vars(info)["buffer"]:
             buffer.requires_grad_(vars(info)["shown"].requires_grad)
         info.__class__ = type(info).__bases__[0]
-        for name in ("device", "is_ours", "given", "given_in_this_step", "given_as", "shown"):
+        for name in _STATE:
             del vars(info)[name]
     vars(info)[_RELIED_ON] = True
     info.buffer = buffer

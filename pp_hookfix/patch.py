@@ -18,7 +18,11 @@ except ModuleNotFoundError:
     if "wrapt" in sys.modules or beside is None or beside.loader is None:
         raise
     wrapt = sys.modules["wrapt"] = importlib.util.module_from_spec(beside)
-    beside.loader.exec_module(wrapt)
+    try:
+        beside.loader.exec_module(wrapt)
+    except BaseException:
+        del sys.modules["wrapt"]  # as a failed import leaves nothing behind
+        raise
 
 from pp_hookfix.decision import stage_classes_with
 from pp_hookfix.policies import POLICIES, Around, Refused
