@@ -32,6 +32,7 @@ _PARENTS = {"torch.distributed": "pipelining", "torch": "distributed"}
 _lock = _thread.RLock()
 _policy = "off"
 _why_off = ""
+_times_off = 0
 _status: "Optional[Status]" = None  # the decision, while it stands
 _decided_on: "Optional[ModuleType]" = None  # the stage module that it is of
 _brought_by: "Optional[str]" = None  # the file that imported us as the interpreter started
@@ -49,6 +50,10 @@ def activate() -> None:
     """
     global _why_off, _brought_by
     _brought_by = request.brought_by()
+    if request.is_audited():
+        from pp_hookfix.audit import notes
+
+        notes.begin()
     try:
         policy = request.policy_of_environment()
     except ValueError as error:
@@ -99,9 +104,9 @@ def disable() -> None:
     ours since, theirs stays and ours passes through. Stages that are built
     stay as they are and train on.
     """
-    global _policy, _status, _why_off
+    global _policy, _status, _why_off, _times_off
     with _lock:
-        _policy, _status = "off", None
+        _policy, _status, _times_off = "off", None, _times_off + 1
         _why_off = "pp_hookfix.disable() was called: torch is as it was."
         _stop_waiting()
         _take_out()
@@ -212,6 +217,10 @@ def on_stage_module(stage_module: "ModuleType") -> None:
             _status, _decided_on = decided, stage_module
         if news:
             _announce(decided)
+            if request.is_audited():
+                from pp_hookfix.audit import notes
+
+                notes.decided()
     except Exception as error:
         _failed(error)
 

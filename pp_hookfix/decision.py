@@ -10,7 +10,7 @@ from collections.abc import Container
 from types import ModuleType
 from typing import Any, Callable, NamedTuple, Optional
 
-from pp_hookfix.policies import POLICIES
+from pp_hookfix.policies import ALL
 
 # Affected: FIRST_AFFECTED <= torch < FIRST_FIXED. A version tells the two ends
 # apart only for releases; see `decide` for nightly and vendor builds.
@@ -36,7 +36,7 @@ class Status(NamedTuple):
     torch_version: Optional[str]
     """``torch.__version__``, or None while torch is not imported."""
     policy: str
-    """The policy asked for: a key of ``POLICIES``, or ``off``."""
+    """The policy asked for: a key of ``policies.ALL``, or ``off``."""
 
 
 def decide(torch_version: str, stage_module: ModuleType, policy: str) -> Status:
@@ -45,7 +45,7 @@ def decide(torch_version: str, stage_module: ModuleType, policy: str) -> Status:
     Args:
         torch_version: ``torch.__version__``, local build label included.
         stage_module: ``torch.distributed.pipelining.stage``, fully imported.
-        policy: a key of ``POLICIES``.
+        policy: a key of ``policies.ALL``.
 
     Returns:
         A status whose state is ``patched`` (meaning: patch it), ``not-needed``
@@ -119,7 +119,7 @@ def _missing(stage_module: ModuleType, policy: str) -> list[str]:
     if base is None:
         missing.append("a class _PipelineStageBase")
     else:
-        for name in [*POLICIES[policy].methods, *POLICIES[policy].relies_on]:
+        for name in [*ALL[policy].methods, *ALL[policy].relies_on]:
             classes = stage_classes_with(stage_module, name)
             calls = _CALLS.get(name)
             if not classes:

@@ -25,7 +25,7 @@ except ModuleNotFoundError:
         raise
 
 from pp_hookfix.decision import stage_classes_with
-from pp_hookfix.policies import POLICIES, Around, Refused
+from pp_hookfix.policies import ALL, Around, Refused
 
 NOTHING = Around()
 
@@ -122,7 +122,7 @@ _active: Optional[str] = None
 
 def load(policy: str) -> None:
     """Import what `put_in` needs of a policy, and must not import while a lock is held."""
-    for around in POLICIES[policy].methods.values():
+    for around in ALL[policy].methods.values():
         _function(around.before)
         _function(around.after)
 
@@ -135,7 +135,7 @@ def standing(stage_module: ModuleType) -> Iterator[tuple[str, Any, Any]]:
     """
     if _active is None:
         return
-    for name in POLICIES[_active].methods:
+    for name in ALL[_active].methods:
         classes = stage_classes_with(stage_module, name)
         if not classes:
             yield f"_PipelineStageBase.{name}", None, None
@@ -152,14 +152,14 @@ def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exceptio
 
     Args:
         stage_module: ``torch.distributed.pipelining.stage``.
-        policy: a key of ``POLICIES``.
+        policy: a key of ``policies.ALL``.
         on_failure: called with an exception of ours, once torch's own method
             has returned. The training step goes on with what torch returned.
     """
     global _active
     if policy != _active:
-        take_out(keep=POLICIES[policy].methods)
-    for name, around in POLICIES[policy].methods.items():
+        take_out(keep=ALL[policy].methods)
+    for name, around in ALL[policy].methods.items():
         for cls in stage_classes_with(stage_module, name):
             there = _in_place.get((cls, name))
             if there is None or not _leads_to(vars(cls)[name], there.method):

@@ -67,6 +67,19 @@ POLICIES = {
     ),
 }
 DEFAULT = "detach"
+# Of the command `pp-hookfix audit`, which hands out what `detach` does and looks at it.
+AUDIT = "audit"
+ALL = {
+    **POLICIES,
+    AUDIT: Policy(
+        {
+            "clear_runtime_states": Around(after="audit.watch.begin_step"),
+            "_get_recv_ops": Around("audit.watch.before_receive"),
+            "_retrieve_recv_activations": Around(after="audit.watch.hand_out_activations"),
+            "_retrieve_recv_grads": Around(after="audit.watch.hand_out_gradients"),
+        },
+    ),
+}
 
 
 class Refused(RuntimeError):

@@ -4,13 +4,15 @@
 import os
 import sys
 
-from pp_hookfix.policies import DEFAULT, POLICIES
+from pp_hookfix.policies import AUDIT, DEFAULT, POLICIES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Optional
 
 ENVIRONMENT_VARIABLE = "PP_HOOKFIX"
+# Set by `pp-hookfix audit`: the folder for what each process saw.
+AUDIT_VARIABLE = "PP_HOOKFIX_AUDIT"
 
 
 def policy_of(argument: "Optional[str]") -> str:
@@ -22,9 +24,9 @@ def policy_of(argument: "Optional[str]") -> str:
     if argument is None:
         policy = policy_of_environment()
         return DEFAULT if policy == "off" else policy
-    if argument not in POLICIES:
+    if argument not in POLICIES and not (argument == AUDIT and is_audited()):
         raise ValueError(_not_allowed(f"policy {argument!r}", [*POLICIES]))
-    return argument
+    return AUDIT if is_audited() else argument
 
 
 def policy_of_environment() -> str:
@@ -33,6 +35,8 @@ def policy_of_environment() -> str:
     Raises:
         ValueError: it is neither.
     """
+    if is_audited():
+        return AUDIT
     policy = os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT
     if policy != "off" and policy not in POLICIES:
         raise ValueError(
@@ -41,6 +45,11 @@ def policy_of_environment() -> str:
             )
         )
     return policy
+
+
+def is_audited() -> bool:
+    """Whether ``pp-hookfix audit`` started this process: it looks, whatever else is asked for."""
+    return bool(os.environ.get(AUDIT_VARIABLE))
 
 
 def _not_allowed(what: str, allowed: "list[str]") -> str:

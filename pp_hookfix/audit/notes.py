@@ -1,0 +1,132 @@
+"""What this process saw, written down as it grows, for the command that waits."""
+
+# `begin` runs at interpreter start, under the command alone; json is imported when there is
+# something to write.
+import atexit
+import contextlib
+import os
+import sys
+import time
+from typing import Any, Callable, Optional
+
+from pp_hookfix import activation, request
+
+_SECONDS = 0.5  # between two writings
+_folder = ""
+_began = 0.0
+_pid = 0
+_launch = 0, 0
+_rank: "Optional[int]" = None
+_written = 0.0
+_document: "Optional[Callable[[], list[dict[str, Any]]]]" = None
+
+
+def begin() -> None:
+    """Note that this process is there, and write what it saw when it ends."""
+    global _folder
+    _folder = os.environ[request.AUDIT_VARIABLE]
+    _be_new()
+    with contextlib.suppress(OSError), open(_file(), "x"):
+        pass
+    atexit.register(end)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forked)
+
+
+def _be_new() -> None:
+    global _began, _pid, _launch
+    _began, _pid = time.time(), os.getpid()
+    _launch = os.getppid(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def _file() -> str:
+    return os.path.join(_folder, f"{_pid}-{_began:.6f}")
+
+
+def _forked() -> None:
+    """A forked rank has notes of its own; what its parent saw is its parent's."""
+    global _document
+    _be_new()
+    _document = None
+    watch = sys.modules.get("pp_hookfix.audit.watch")
+    if watch is not None:
+        watch.forget()
+
+
+def decided() -> None:
+    """Write down what was decided, once torch's stage module is there."""
+    # A process that multiprocessing forks ends without `atexit`.
+    multiprocessing = sys.modules.get("multiprocessing.util")
+    if multiprocessing is not None:
+        multiprocessing.register_after_fork(end, _end_with_multiprocessing)
+        _end_with_multiprocessing(end)
+    _write()
+
+
+def _end_with_multiprocessing(end: "Callable[[], None]") -> None:
+    multiprocessing = sys.modules["multiprocessing.util"]
+    multiprocessing.Finalize(None, end, exitpriority=0)
+
+
+def grow(document: "Callable[[], list[dict[str, Any]]]") -> None:
+    """Write again, now and then. Called as each step begins."""
+    global _document
+    _document = document
+    if time.monotonic() - _written > _SECONDS:
+        _write()
+
+
+def end() -> None:
+    """The last word; what goes wrong is nobody's business at the end of a job."""
+    with contextlib.suppress(Exception):
+        watch = sys.modules.get("pp_hookfix.audit.watch")
+        if watch is not None:
+            watch.end()
+        if activation.loaded_stage_module() is not None and (_document or not _is_fork()):
+            _write(has_ended=True)
+
+
+def _is_fork() -> bool:
+    return not os.path.exists(_file())
+
+
+def _write(has_ended: bool = False) -> None:
+    global _written
+    if not _folder:
+        return
+    import json
+
+    from pp_hookfix import in_force
+
+    status = in_force.status()
+    text = json.dumps(
+        {
+            "began": _began,
+            "rank": _rank_by_now(),
+            "launch": _launch,
+            "torch_version": status.torch_version,
+            "state": status.state,
+            "reason": status.reason,
+            "times_off": activation._times_off,
+            "has_ended": has_ended,
+            "stages": [] if _document is None else _document(),
+        }
+    )
+    # Renamed into place: whoever reads sees the one or the other.
+    with contextlib.suppress(OSError):
+        with open(f"{_file()}.new", "w") as file:
+            file.write(text)
+        os.replace(f"{_file()}.new", _file())
+    _written = time.monotonic()
+
+
+def _rank_by_now() -> "Optional[int]":
+    # The job may have destroyed its process group by the time that it ends.
+    global _rank
+    distributed = sys.modules.get("torch.distributed")
+    with contextlib.suppress(Exception):
+        if distributed is not None and distributed.is_initialized():
+            _rank = int(distributed.get_rank())
+        elif _rank is None:
+            _rank = int(os.environ["RANK"])
+    return _rank
