@@ -1,12 +1,13 @@
 """Train a small language model over pipeline stages and watch the gradients between them.
 
-    torchrun --nproc-per-node 2 examples/train_pipeline.py
+    torchrun --nproc-per-node 2 examples/train_pipeline.py [--keep-inputs]
 
 A byte-level transformer learns the documentation that ships with Python. Each rank
 holds one stage, on its GPU where there is one for each rank, else on the CPU. A
 tensor hook on every stage's input collects the norm of the gradient that flows back
 over that boundary, once per microbatch, as one does to look for vanishing or
-exploding gradients. Nothing here knows of pp_hookfix.
+exploding gradients. With ``--keep-inputs`` the stage keeps its inputs, too, and says how
+far they are from those of step 1. Nothing here knows of pp_hookfix.
 """
 
 import argparse
@@ -44,12 +45,16 @@ class LanguageModelStage(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
         self.boundary_norms: list[float] = []
         """Of the gradients collected in this step at the stage's input."""
+        self.kept_inputs: list[torch.Tensor] = []
+        self.keeps_inputs = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.embed is not None:
             x = self.embed(x) + self.position
         elif x.requires_grad:
             x.register_hook(lambda grad: self.boundary_norms.append(grad.norm().item()))
+            if self.keeps_inputs:
+                self.kept_inputs.append(x.detach())
         for layer in self.layers:
             x = layer(x, src_mask=self.mask, is_causal=True)
         return x if self.head is None else self.head(x)
@@ -78,7 +83,13 @@ def make_stage(
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="training steps (5)")
-    steps = parser.parse_args().steps
+    parser.add_argument(
+        "--keep-inputs",
+        action="store_true",
+        help="keep the stage's inputs, and say how far they are from those of step 1",
+    )
+    arguments = parser.parse_args()
+    steps = arguments.steps
     if "RANK" not in os.environ:
         parser.error("start it with torchrun --nproc-per-node 2")
 
@@ -96,6 +107,7 @@ def main() -> int:
 
     torch.manual_seed(rank)
     module = LanguageModelStage(rank, ranks).to(device)
+    module.keeps_inputs = arguments.keep_inputs
     stage = make_stage(module, rank, ranks, device)
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=loss_fn)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
@@ -132,6 +144,9 @@ def main() -> int:
             )
             loss = sum(loss.item() for loss in losses) / len(losses)
             tqdm.write(f"step {step}  loss {loss:.4f}  {boundaries}")
+            if arguments.keep_inputs:
+                moved = module.kept_inputs[-1] - module.kept_inputs[MICROBATCHES - 1]
+                tqdm.write(f"        input of stage {rank}: {moved.norm():.2f} from step 1")
         bar.update()
     bar.close()
     dist.destroy_process_group()

@@ -4,7 +4,10 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
+import tempfile
+from pathlib import Path
 from typing import Callable, Optional
 
 import pp_hookfix
@@ -12,7 +15,7 @@ from pp_hookfix import environment
 from pp_hookfix.activation import STAGE_MODULE
 from pp_hookfix.decision import FIRST_AFFECTED, dotted
 from pp_hookfix.policies import POLICIES
-from pp_hookfix.request import ENVIRONMENT_VARIABLE
+from pp_hookfix.request import AUDIT_VARIABLE, ENVIRONMENT_VARIABLE
 from pp_hookfix.verification.schedules import LAYOUTS
 
 
@@ -106,6 +109,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"set {ENVIRONMENT_VARIABLE} for the command: {', '.join(POLICIES)} or off",
     )
+    audit = commands.add_parser(
+        "audit",
+        help="run a command and say what the fault does to it, where, and which policy it needs",
+        usage="pp-hookfix audit [-h] [--json FILE] COMMAND [ARGS ...]",
+        description="Run a training command, of all ranks of this machine, and look meanwhile "
+        "at what stock torch does wrong in it: hooks and attributes that pile up on stage inputs, "
+        "and inputs or received gradients that are kept and overwritten. It trains to the same "
+        "bits. The report comes on standard error when the command has ended, whose exit status "
+        "is the command's own.",
+    )
+    audit.add_argument("--json", metavar="FILE", help="write the report as one JSON object, too")
     activate = commands.add_parser(
         "activate",
         help="have the fix in every Python of this environment, from its start",
@@ -118,8 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     deactivate.set_defaults(run=_deactivate)
 
     # One positional that takes the rest as it is, the command's own options too.
-    run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
-    run.set_defaults(run=_run, error=run.error)
+    for command, function in ((run, _run), (audit, _audit)):
+        command.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+        command.set_defaults(run=function, error=command.error)
     return parser
 
 
@@ -208,6 +223,43 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    command = _command_below_us(arguments)
+    if arguments.policy is not None:
+        os.environ[ENVIRONMENT_VARIABLE] = arguments.policy
+    sys.stdout.flush()
+    # Python ignores these two, and so would all that it starts.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        return _not_started(arguments, command[0], error)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from pp_hookfix.audit import launch, report
+
+    command = _command_below_us(arguments)
+    if arguments.json is not None:
+        try:
+            open(arguments.json, "w").close()
+        except OSError as error:
+            arguments.error(f"{arguments.json} cannot be written: {error.strerror}")
+    with tempfile.TemporaryDirectory(prefix="pp_hookfix-audit-") as folder:
+        os.environ[AUDIT_VARIABLE] = folder
+        try:
+            ended = launch.run(command)
+        except OSError as error:
+            return _not_started(arguments, command[0], error)
+        found = report.document(*report.read(Path(folder)))
+    sys.stderr.write(report.text(found))
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+    return launch.end_like(ended)
+
+
+def _command_below_us(arguments: argparse.Namespace) -> list[str]:
+    """The command that was given; its Python processes will import us as they start."""
     command: list[str] = arguments.command
     if command[:1] == ["--"]:
         command = command[1:]
@@ -218,23 +270,22 @@ def _run(arguments: argparse.Namespace) -> int:
     existing = os.environ.get("PYTHONPATH")
     if not existing or existing.split(os.pathsep)[0] != folder:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, existing] if existing else [folder])
-    if arguments.policy is not None:
-        os.environ[ENVIRONMENT_VARIABLE] = arguments.policy
     if "opentelemetry-instrument" in map(os.path.basename, command[:1]):
+        ours = f"pp-hookfix {arguments.name}"
         print(
-            "pp-hookfix run: opentelemetry-instrument starts its command without the fix: put "
-            f"pp-hookfix run behind it: {command[0]} pp-hookfix run ...",
+            f"{ours}: opentelemetry-instrument starts its command without the fix: put "
+            f"{ours} behind it: {command[0]} {ours} ...",
             file=sys.stderr,
         )
-    sys.stdout.flush()
-    try:
-        os.execvp(command[0], command)
-    except FileNotFoundError:
-        print(f"pp-hookfix run: {command[0]}: command not found", file=sys.stderr)
-        return 127
-    except OSError as error:
-        print(f"pp-hookfix run: {command[0]}: {error.strerror}", file=sys.stderr)
-        return 126
+    return command
+
+
+def _not_started(arguments: argparse.Namespace, name: str, error: OSError) -> int:
+    """Say that the command cannot be started; the exit status that shells have for it."""
+    missing = isinstance(error, FileNotFoundError)
+    why = "command not found" if missing else error.strerror
+    print(f"pp-hookfix {arguments.name}: {name}: {why}", file=sys.stderr)
+    return 127 if missing else 126
 
 
 def _cannot_run(why: str) -> int:

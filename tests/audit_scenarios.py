@@ -24,7 +24,7 @@ from pp_hookfix.verification import ranks, schedules, training
 
 STEPS = 4
 MICROBATCHES = 4
-SCHEDULES = ("1F1B","Interleaved1F1B")
+SCHEDULES = ("1F1B", "Interleaved1F1B")
 
 
 class Job:
@@ -50,7 +50,8 @@ class Job:
 def _tensor(held: Any) -> torch.Tensor:
     if isinstance(held, torch.Tensor):
         if held.grad_fn is not None and hasattr(held.grad_fn, "_saved_self"):
-            return held.grad_fn._saved_self.detach()
+            saved: torch.Tensor = held.grad_fn._saved_self
+            return saved.detach()
         return held.detach()
     return torch.from_numpy(held)
 
@@ -189,7 +190,7 @@ class HooksHoldMemory(Hooks):
     def on_input(self, job: Job, x: torch.Tensor) -> None:
         held = torch.zeros(self.pinned, dtype=torch.uint8)
         if x.requires_grad:
-            x.register_hook(lambda gradient: (job.count(gradient), held, x) and None)
+            x.register_hook(lambda gradient: job.count(gradient[: len(held) + len(x)]))
 
 
 class HooksRemovedInTime(Hooks):

@@ -164,7 +164,8 @@ class _Search:
 
 
 def _leads_to(node: Any, leaf: torch.Tensor) -> bool:
-    seen, found = set(), [node]
+    seen: set[Any] = set()
+    found = [node]
     while found and len(seen) < _NODES:
         one = found.pop()
         if one is None or one in seen:

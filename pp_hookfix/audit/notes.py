@@ -82,12 +82,9 @@ def end() -> None:
         watch = sys.modules.get("pp_hookfix.audit.watch")
         if watch is not None:
             watch.end()
-        if activation.loaded_stage_module() is not None and (_document or not _is_fork()):
+        # Nothing of a worker that was forked and saw nothing itself.
+        if activation.torch_version() is not None and (_document or os.path.exists(_file())):
             _write(has_ended=True)
-
-
-def _is_fork() -> bool:
-    return not os.path.exists(_file())
 
 
 def _write(has_ended: bool = False) -> None:

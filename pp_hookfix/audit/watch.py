@@ -22,7 +22,7 @@ from types import CodeType
 from typing import Any, NamedTuple, Optional
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils import dlpack
 from torch.utils.weak import TensorWeakRef
 
 from pp_hookfix.audit import holders, notes
@@ -55,8 +55,10 @@ class Stage:
         self.fired: Counter[Place] = Counter()
         """Hooks that stock torch would have fired in the last training step."""
         self.attributes: set[str] = set()
-        self.pinned_in_step: dict[int, int] = {}  # bytes, by period
-        self.most_pinned = 0
+        # Bytes that hooks hold: by period, all by now, and of that on buffers that are gone.
+        self.pinned_in_step: dict[int, int] = {}
+        self.most_pinned_in_step = self.pinned = self.most_pinned = self.pinned_by_gone = 0
+        self.is_blind = False  # to who keeps what
         self.kept: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         """By direction, shape and holder: how many, and since which step."""
 
@@ -71,6 +73,8 @@ class Stage:
                 one.tensor.grad = None  # as torch does to the buffer
         self.handed_out.clear()
         self.note_left()
+        self.pinned -= self.pinned_by_gone
+        self.pinned_by_gone = 0
         self.period += 1
         if is_training:
             self.trained += 1
@@ -85,7 +89,9 @@ class Stage:
 
     def note_pinned(self, period: int, size: int) -> None:
         self.pinned_in_step[period] = self.pinned_in_step.get(period, 0) + size
-        self.most_pinned = max(self.most_pinned, self.pinned_in_step[period])
+        self.most_pinned_in_step = max(self.most_pinned_in_step, self.pinned_in_step[period])
+        self.pinned += size
+        self.most_pinned = max(self.most_pinned, self.pinned)
         while len(self.pinned_in_step) > 2:
             del self.pinned_in_step[min(self.pinned_in_step)]
 
@@ -104,11 +110,12 @@ class Buffer:
         key = id(tensor)
 
         def gone(reference: Any) -> None:
-            # What it holds holds it.
-            if self.last is not None:
-                self.last.tensor = None
+            # As on stock torch, all that was put on it goes with it.
             if _buffers.get(key) is self:
                 del _buffers[key]
+            with contextlib.suppress(Exception):
+                _let_go(self)
+                self.stage.pinned_by_gone += self.pinned
 
         self.tensor = weakref.ref(tensor, gone)
 
@@ -268,7 +275,11 @@ def _handed(stage: Stage, direction: str, tensor: Any, memory: Any, microbatch: 
         stage.handed_out.append(one)
         source = memory if inner is None else inner
         one.shape = tuple(source.shape)
-        one.tensor = _own(source, one)
+        try:
+            one.tensor = _own(source, one)
+        except (RuntimeError, BufferError):  # a device that lends no memory
+            one.tensor = alias(source)
+            stage.is_blind = True
         if inner is None and one.tensor.requires_grad:
             _watch_hooks(one)
     if inner is None:
@@ -291,7 +302,7 @@ def _own(buffer: torch.Tensor, one: HandOut) -> torch.Tensor:
         if whole.numel() == 0:
             return alias(buffer)
         # What the capsule holds lives as long as the storage that is made of it.
-        storage = from_dlpack(to_dlpack(whole)).untyped_storage()
+        storage = dlpack.from_dlpack(torch._C._to_dlpack(whole)).untyped_storage()
         own = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
         own.set_(storage, buffer.storage_offset(), buffer.size(), buffer.stride())
         own.requires_grad_(buffer.requires_grad)
@@ -384,7 +395,7 @@ def _in_closures(found: list[Any]) -> Iterator[torch.Tensor]:
         elif isinstance(one, functools.partial):
             found += [one.func, one.args, one.keywords]
         elif hasattr(one, "__code__"):
-            found += [cell for cell in one.__closure__ or ()]
+            found += list(one.__closure__ or ())
             found += [one.__defaults__ or (), one.__kwdefaults__ or {}]
         elif type(one).__name__ == "cell":
             with contextlib.suppress(ValueError):  # not filled yet
@@ -523,6 +534,7 @@ def _document_of(stage: Stage) -> dict[str, Any]:
         "rank": stage.rank,
         "stage": stage.index,
         "steps": stage.step,
+        "is_blind": stage.is_blind,
         "hooks": [
             {
                 "where": place.where,
@@ -533,10 +545,8 @@ def _document_of(stage: Stage) -> dict[str, Any]:
             for place, number in most.items()
         ],
         "attributes": sorted(stage.attributes),
-        "pinned_bytes_per_step": stage.most_pinned,
-        "pinned_bytes_on_stock": sum(
-            buffer.pinned for buffer in _buffers.values() if buffer.stage is stage
-        ),
+        "pinned_bytes_per_step": stage.most_pinned_in_step,
+        "pinned_bytes_on_stock_by_last_step": stage.most_pinned,
         "kept_inputs": _kept(stage, "input"),
         "kept_gradients": _kept(stage, "gradient"),
     }
