@@ -7,12 +7,12 @@ whose data changed since, gradients that differ.
 
 import contextlib
 import functools
-import gc
 import os
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
 import torch
+from recv_buffer_scenarios import Layers
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,7 @@ from pp_hookfix.verification import ranks, schedules, training
 
 STEPS = 4
 MICROBATCHES = 4
-SCHEDULES = ("1F1B", "Interleaved1F1B")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 
 
 class Job:
@@ -341,6 +341,21 @@ class SpendsACycle(Habit):
         cycle.append(cycle)
 
 
+class Compiles(Habit):
+    """With the compiler's front end, which is what meets the input."""
+
+    runs_split = False
+
+    def body(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.compile(module, backend="eager")(x)  # type: ignore[no-any-return]
+
+
+class InDDP(Habit):
+    """Replicated by a group of each rank alone."""
+
+    runs_split = False
+
+
 class EvaluatesBetween(Habit):
     """`eval()` between steps (torch 2.9 and later)."""
 
@@ -359,7 +374,14 @@ HABITS = {
         *(HooksRemovedInNextStep, Attributes),
         *(KeepsInput, KeepsDetached, KeepsView, KeepsArray, KeepsInGraph, KeepsInputAndHooks),
         *(KeepsGradient, KeepsCopies, DropsInTime, LogsNorms, KeepsLosses, SpendsACycle),
-        *(Checkpoints, CheckpointsReentrant, EvaluatesBetween, HooksAndEvaluatesBetween),
+        *(
+            Checkpoints,
+            CheckpointsReentrant,
+            Compiles,
+            InDDP,
+            EvaluatesBetween,
+            HooksAndEvaluatesBetween,
+        ),
     ]
 }
 
@@ -373,16 +395,43 @@ class Result:
         self.found: list[dict[str, Any]] = []
 
 
-def run(rank: ranks.Rank, names: Optional[list[str]] = None) -> dict[str, dict[str, Any]]:
-    """Every habit in every schedule that this torch has, without and under audit."""
+# In the other schedules than 1F1B, which has all.
+SOME = (
+    *("Hooks", "HooksPostAccumulate", "HooksHoldMemory", "KeepsInput", "KeepsInGraph"),
+    *("KeepsGradient", "KeepsLosses", "HooksAndEvaluatesBetween"),
+)
+
+
+def of(name: str) -> list[str]:
+    """The habits that are tried in a schedule."""
+    habits = HABITS if name == "1F1B" else SOME
+    is_split = schedules.LAYOUTS[name].v_shaped
+    return [habit for habit in habits if HABITS[habit].runs_split or not is_split]
+
+
+def run(rank: ranks.Rank) -> dict[str, dict[str, Any]]:
+    """Every habit in the schedules that this torch has, without and under audit."""
     results = {}
     for name in SCHEDULES:
-        if name in schedules.available():
-            for habit in names or HABITS:
-                if schedules.LAYOUTS[name].v_shaped and not HABITS[habit].runs_split:
-                    continue
-                with rank.time_limit(f"{name}, {habit}"):
-                    results[f"{habit}-{name}"] = compared(rank, name, HABITS[habit])
+        for habit in of(name) if name in schedules.available() else ():
+            with rank.time_limit(f"{name}, {habit}"):
+                results[f"{name}-{habit}"] = compared(rank, name, HABITS[habit])
+    for habit in TRACED:
+        with rank.time_limit(f"traced, {habit}"):
+            results[f"traced-{habit}"] = compared(rank, "GPipe", HABITS[habit], traced_stages)
+    return results
+
+
+TRACED = ("Habit", "Hooks", "KeepsInput", "KeepsGradient")
+
+
+def run_on_four(rank: ranks.Rank) -> dict[str, dict[str, Any]]:
+    """Some habits where stages lie between two others."""
+    results = {}
+    for name in ("1F1B", "Interleaved1F1B"):
+        for habit in ("Hooks", "KeepsInput", "KeepsGradient", "KeepsLosses"):
+            with rank.time_limit(f"{name}, {habit}"):
+                results[f"{name}-{habit}"] = compared(rank, name, HABITS[habit])
     return results
 
 
@@ -396,14 +445,16 @@ def compared(
         audited = train(rank, name, habit(), stages)
         watch.end()
         found = watch.document()
-    gc.collect()
+    by_rank = schedules.stages_of(name, rank.rank, rank.ranks)
+    number = schedules.number_of_stages(name, rank.ranks)
     return {
         "fired": stock.fired,
         "changed": stock.changed,
         "equal": len(stock.numbers) == len(audited.numbers)
         and all(map(torch.equal, stock.numbers, audited.numbers)),
         "found": found,
-        "receives": sum(1 for one in found if one["stage"] > 0),
+        "receiving": [stage for stage in by_rank if stage > 0],
+        "sending": [stage for stage in by_rank if stage < number - 1],
     }
 
 
@@ -420,15 +471,25 @@ def audit() -> Iterator[None]:
         pp_hookfix.disable()
 
 
+@functools.cache
+def alone(rank: ranks.Rank) -> Any:
+    """A process group of this rank."""
+    groups = [torch.distributed.new_group([other]) for other in range(rank.ranks)]
+    return groups[rank.rank]
+
+
 def manual_stages(rank: ranks.Rank, name: str, habit: Habit, job: Job) -> list[Any]:
     stages = []
     number = schedules.number_of_stages(name, rank.ranks)
     for index in schedules.stages_of(name, rank.rank, rank.ranks):
         torch.manual_seed(index)
         example = torch.zeros(training.ROWS, training.FEATURES, device=rank.device)
+        module: nn.Module = Stage(habit, job).to(rank.device)
+        if isinstance(habit, InDDP):
+            module = nn.parallel.DistributedDataParallel(module, process_group=alone(rank))
         stages.append(
             PipelineStage(
-                Stage(habit, job).to(rank.device),
+                module,
                 index,
                 number,
                 rank.device,
@@ -443,14 +504,14 @@ def traced_stages(rank: ranks.Rank, name: str, habit: Habit, job: Job) -> list[A
     """Of the traced front end; what the user does is in a forward pre-hook."""
     torch.manual_seed(0)
     number = schedules.number_of_stages(name, rank.ranks)
-    model = nn.Sequential(*(training.make_module() for _ in range(number)))
-    split = {str(index): SplitPoint.BEGINNING for index in range(1, number)}
+    split = {f"layers.{index}": SplitPoint.BEGINNING for index in range(1, number)}
     example = torch.zeros(training.ROWS, training.FEATURES)
-    pipe = pipeline(model, mb_args=(example,), split_spec=split)
+    pipe = pipeline(Layers(number), mb_args=(example,), split_spec=split)
     stages = []
     for index in schedules.stages_of(name, rank.rank, rank.ranks):
         stage = pipe.build_stage(index, rank.device)
         stage.submod.register_forward_pre_hook(lambda _, inputs: habit.on_input(job, inputs[0]))
+        stage.submod.register_forward_hook(lambda _, __, output: habit.on_output(job, output))
         stages.append(stage)
     return stages
 

@@ -26,6 +26,15 @@ def of(storage: int, reference: Any) -> str:
         For example ``list `saved` in a frame of /job/train.py:31 main``.
     """
     search = _Search()
+    try:
+        return _said(search, storage, reference) or UNKNOWN
+    finally:
+        # It holds every object, itself among them.
+        search.objects.clear()
+        search.tensors.clear()
+
+
+def _said(search: "_Search", storage: int, reference: Any) -> Optional[str]:
     tensors = [one for one in search.tensors if _storage_of(one) == storage]
     said = search.who(tensors)
     if said is None:
@@ -35,7 +44,7 @@ def of(storage: int, reference: Any) -> str:
             said = f"NumPy array in {said}"
     if said is None:
         said = search.graph_of(reference())
-    return said or UNKNOWN
+    return said
 
 
 def _storage_of(tensor: torch.Tensor) -> Optional[int]:

@@ -133,10 +133,12 @@ def text(report: dict[str, Any]) -> str:
         if report["runs"] > 1:
             steps = max(stage["steps"] for stage in stages)
             lines.append(f"run {run} of {report['runs']}, {_number(steps, 'step')}:")
-        lines += _findings(stages)
+        lines += [f"  {line}" for line in _findings(stages)]
     lines += report["notes"]
     lines.append(VERDICTS.get(report["needs"], "verdict: not known."))
-    return "".join(f"pp-hookfix audit: {line}\n" for line in lines)
+    return "".join(
+        f"{line}\n" if line.startswith(" ") else f"pp-hookfix audit: {line}\n" for line in lines
+    )
 
 
 def _findings(stages: list[dict[str, Any]]) -> Iterator[str]:

@@ -43,7 +43,7 @@ class Stage:
     """What was seen of one stage."""
 
     def __init__(self, stage: Any) -> None:
-        self.rank = _rank(stage)
+        self.rank = _rank()
         self.index: int = stage.stage_index
         self.trained = self.evaluated = 0  # steps
         self.period = 0  # counts both
@@ -114,7 +114,7 @@ class Buffer:
             if _buffers.get(key) is self:
                 del _buffers[key]
             with contextlib.suppress(Exception):
-                _let_go(self)
+                _let_go(self, is_overwritten=False)
                 self.stage.pinned_by_gone += self.pinned
 
         self.tensor = weakref.ref(tensor, gone)
@@ -247,8 +247,10 @@ def _stage(stage: Any) -> Stage:
     return seen
 
 
-def _rank(stage: Any) -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+def _rank() -> int:
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK") or 0)
 
 
 def _handed(stage: Stage, direction: str, tensor: Any, memory: Any, microbatch: int) -> Any:
@@ -322,18 +324,20 @@ def _look(one: HandOut) -> None:
     for hooks in one.hooks:
         one.buffer.left.update(hooks.places.values())
         stage.left_in_step.update(hooks.places.values())
-    # torch.compile marks tensors.
-    stage.attributes.update(name for name in vars(one.tensor) if not name.startswith("_dynamo_"))
+    if one.direction == "input":
+        # torch.compile marks tensors.
+        names = vars(one.tensor)
+        stage.attributes.update(name for name in names if not name.startswith("_dynamo_"))
 
 
-def _let_go(buffer: Buffer) -> None:
-    """Before the next receive into it, or at the end: look, let go, and see what stays."""
+def _let_go(buffer: Buffer, is_overwritten: bool = True) -> None:
+    """Before the next receive into it, or at its end: look, let go, and see what stays."""
     one, buffer.last = buffer.last, None
     if one is None or one.tensor is None:
         return
     _look(one)
     stage = buffer.stage
-    if one.direction == "input" and one.tensor.grad is not None:
+    if is_overwritten and one.direction == "input" and one.tensor.grad is not None:
         stage.attributes.add(".grad")
     pinned, from_hooks = _held_by_hooks(one)
     # A hook that holds the input which it is on is a cycle, and no one keeping it.
@@ -351,7 +355,7 @@ def _let_go(buffer: Buffer) -> None:
         buffer.pinned += freed
         stage.note_pinned(one.period, freed)
     one.hooks = []
-    if one.memory is not None and one.memory() is not None and buffer.tensor() is not None:
+    if is_overwritten and one.memory is not None and one.memory() is not None:
         _note_kept(one, tensor)
 
 
@@ -506,10 +510,7 @@ def _name(hook: Any) -> str:
 def end() -> None:
     """What the last step left is looked at when the process ends."""
     for buffer in list(_buffers.values()):
-        one = buffer.last
-        if one is not None:
-            one.memory = None  # nothing is written into it any more
-            _let_go(buffer)
+        _let_go(buffer, is_overwritten=False)
     for stage in _seen:
         stage.note_left()
 
