@@ -107,15 +107,15 @@ def _notes(noted: list[Noted], began: int) -> Iterator[str]:
     if loaded and not seen and not any(one["state"] == "not-needed" for one in loaded):
         yield "no pipeline stage was built and ran a step."
     for one in seen:
+        rank, step = one["stages"][0]["rank"], max(stage["steps"] for stage in one["stages"])
         if not one["has_ended"]:
-            step = max(stage["steps"] for stage in one["stages"])
             yield (
-                f"rank {one['rank']} ended in or after step {step} without a word (killed?): "
-                "what is said of it is what was known by then."
+                f"rank {rank} ended after step {step} without a word (killed?): what is said of "
+                "it is what was known by then."
             )
         if any(stage["is_blind"] for stage in one["stages"]):
             yield (
-                f"rank {one['rank']}: on this device it cannot be seen who keeps stage inputs "
+                f"rank {rank}: on this device it cannot be seen who keeps stage inputs "
                 "or received gradients."
             )
 

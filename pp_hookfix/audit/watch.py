@@ -66,7 +66,7 @@ class Stage:
     def step(self) -> int:
         return self.trained or self.evaluated
 
-    def begin_step(self, is_training: bool) -> None:
+    def end_step(self) -> None:
         for one in self.handed_out:
             _look(one)
             if one.tensor is not None:
@@ -75,6 +75,8 @@ class Stage:
         self.note_left()
         self.pinned -= self.pinned_by_gone
         self.pinned_by_gone = 0
+
+    def begin_step(self, is_training: bool) -> None:
         self.period += 1
         if is_training:
             self.trained += 1
@@ -202,8 +204,9 @@ def begin_step(stage: Any, result: Any, args: Any, kwargs: Any) -> Any:
     """After ``clear_runtime_states()``, which schedules call as each step begins."""
     seen = _stage(stage)
     seen.is_cleared_by_schedule = True
-    seen.begin_step(bool(stage.has_backward) and torch.is_grad_enabled())
+    seen.end_step()
     notes.grow(document)
+    seen.begin_step(bool(stage.has_backward) and torch.is_grad_enabled())
     return result
 
 
@@ -272,6 +275,7 @@ def _handed(stage: Stage, direction: str, tensor: Any, memory: Any, microbatch: 
             (other.direction, other.microbatch) == (direction, microbatch)
             for other in stage.handed_out
         ):
+            stage.end_step()
             stage.begin_step(is_training=torch.is_grad_enabled())
         one = buffer.last = HandOut(buffer, direction, microbatch)
         stage.handed_out.append(one)
