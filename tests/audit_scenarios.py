@@ -7,19 +7,17 @@ whose data changed since, gradients that differ.
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
 import torch
-from recv_buffer_scenarios import Layers
+from recv_buffer_scenarios import Layers, switch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.utils.checkpoint import checkpoint
 
-import pp_hookfix
-from pp_hookfix import request
 from pp_hookfix.audit import watch
+from pp_hookfix.policies import AUDIT
 from pp_hookfix.verification import ranks, schedules, training
 
 STEPS = 4
@@ -439,7 +437,7 @@ def compared(
     rank: ranks.Rank, name: str, habit: type[Habit], stages: Optional[Callable[..., Any]] = None
 ) -> dict[str, Any]:
     """The truth of stock torch, and what the audit found in the same job."""
-    pp_hookfix.disable()
+    switch(False)
     stock = train(rank, name, habit(), stages)
     with audit():
         audited = train(rank, name, habit(), stages)
@@ -461,14 +459,12 @@ def compared(
 @contextlib.contextmanager
 def audit() -> Iterator[None]:
     """The fix under audit, as the command's processes have it."""
-    os.environ[request.AUDIT_VARIABLE] = "written nowhere"
     watch.forget()
+    switch(AUDIT)
     try:
-        pp_hookfix.enable()
         yield
     finally:
-        del os.environ[request.AUDIT_VARIABLE]
-        pp_hookfix.disable()
+        switch(False)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from conftest import TORCH
 from recv_buffer_scenarios import equal, switch
 
-from pp_hookfix.policies import POLICIES
+from pp_hookfix.policies import AUDIT, POLICIES
 from pp_hookfix.verification import schedules, training
 from pp_hookfix.verification.ranks import Rank
 from pp_hookfix.verification.training import FEATURES, ROWS, InputHooks, Record
@@ -488,7 +488,7 @@ def train(
 
 def runs(with_stock: bool = True) -> dict[str, Policies]:
     """Policies by step: stock torch, every policy, and all in turn."""
-    by_step: dict[str, Policies] = {policy: (policy,) * STEPS for policy in POLICIES}
+    by_step: dict[str, Policies] = {policy: (policy,) * STEPS for policy in (*POLICIES, AUDIT)}
     if with_stock:
         return {"stock": (None,) * STEPS, **by_step, "switched": SWITCHED}
     return {**by_step, "switched": tuple(policy or "detach" for policy in SWITCHED)}

@@ -8,6 +8,7 @@ take `fixed`, and `compare` runs them both ways.
 import contextlib
 import gc
 import inspect
+import os
 import weakref
 from typing import Any, Callable, Optional, Union
 
@@ -18,6 +19,8 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.utils.checkpoint import checkpoint
 
 import pp_hookfix
+from pp_hookfix.policies import AUDIT
+from pp_hookfix.request import AUDIT_VARIABLE
 from pp_hookfix.verification import schedules, training
 from pp_hookfix.verification.ranks import Rank
 from pp_hookfix.verification.training import FEATURES, ROWS, InputHooks, Record
@@ -30,7 +33,12 @@ if inspect.signature(PipelineStage).parameters["input_args"].default is inspect.
 
 def switch(fixed: Union[bool, str]) -> None:
     """For what follows: stock torch (False), the default policy (True), or a policy by name."""
-    if fixed:
+    os.environ.pop(AUDIT_VARIABLE, None)
+    if fixed == AUDIT:
+        # As in the command's processes, but noted nowhere.
+        os.environ[AUDIT_VARIABLE] = "nowhere"
+        pp_hookfix.enable()
+    elif fixed:
         pp_hookfix.enable("detach" if fixed is True else str(fixed))
     else:
         pp_hookfix.disable()

@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import AFFECTED, TORCH, spawned
 
-from pp_hookfix.policies import POLICIES
+from pp_hookfix.policies import AUDIT, POLICIES
 from pp_hookfix.verification import ranks
 
-RUNS = [*POLICIES, "switched"]
+RUNS = [*POLICIES, AUDIT, "switched"]
 
 pytestmark = pytest.mark.skipif(
     not AFFECTED, reason=f"torch {torch.__version__} has no persistent receive buffers"
