@@ -29,12 +29,13 @@ def pythons(session: nox.Session, wrapt: str) -> None:
 
 @nox.session
 def releases(session: nox.Session) -> None:
-    """The record of torch 2.4 - 2.15: all that it lacks, or `-- VERSIONS`.
+    """The record of every torch from 2.4 on: all that it lacks, or `-- VERSIONS`.
 
     A release is 3 to 5 GB, installed, tried and removed before the next.
     """
     session.install(".[dev]")
-    session.run("python", "tests/record_releases.py", built_wheel(session), *session.posargs)
+    wheel = built_wheel(session)
+    session.run("python", "tests/releases/record_releases.py", wheel, *session.posargs)
 
 
 @nox.session
@@ -43,7 +44,7 @@ def ways_in(session: nox.Session) -> None:
     session.install(".[dev]")
     wheel = built_wheel(session)
     session.install("autowrapt>=2", wheel)
-    session.run("python", "tests/try_ways_in.py", wheel)
+    session.run("python", "tests/ways_in/try_ways_in.py", wheel)
 
 
 def built_wheel(session: nox.Session) -> str:
@@ -68,7 +69,7 @@ def upstream(session: nox.Session) -> None:
         session.error(f"{session.posargs[0]} is no torch source tree: it has no version.txt")
     release = ".".join(version.read_text().split(".")[:2])
     session.install(".[test]", f"torch=={release}.*")
-    session.run("python", "tests/run_upstream.py", *session.posargs)
+    session.run("python", "tests/upstream/run_upstream.py", *session.posargs)
 
 
 @nox.session

@@ -24,7 +24,8 @@ def status() -> "Status":
     """What is true in this process now; an immutable value.
 
     Its ``state`` is ``pending`` until ``torch.distributed.pipelining`` is imported; then
-    ``patched``, ``not-needed`` or ``unsupported``; ``bypassed`` where the fix went in
+    ``patched``, ``not-needed``, ``unsupported``, or ``untried`` for a release from 2.15 on that
+    is not as 2.15 is, and is left untouched; ``bypassed`` where the fix went in
     and what stands in torch now does not call it, until ``enable()`` mends that; or ``off``.
     ``reason`` is one sentence for a person.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 import pp_hookfix
-from pp_hookfix import environment
+from pp_hookfix import environment, known_sources
 from pp_hookfix.activation import STAGE_MODULE
 from pp_hookfix.decision import FIRST_AFFECTED, dotted
 from pp_hookfix.policies import POLICIES
@@ -43,8 +43,9 @@ def _parser() -> argparse.ArgumentParser:
         "status",
         help="say what the fix does with the torch installed here, and whether a new Python "
         "of this environment has it",
-        description="Answer two questions: what the fix does with the torch installed here, "
-        "and whether a new Python of this environment has it, and by what.",
+        description="Answer three questions: what the fix does with the torch installed here; "
+        "whether the code that it wraps is that of a release which was tried; and whether a new "
+        "Python of this environment has it, and by what.",
     )
     status.add_argument("--json", action="store_true", help="print one JSON object")
     status.set_defaults(run=_status)
@@ -168,11 +169,16 @@ def _status(arguments: argparse.Namespace) -> int:
     status = pp_hookfix.status()
     if lacking and status.state != "off":
         status = status._replace(state="not-needed", reason=f"{lacking}: there is nothing to fix.")
+    releases = None
+    if status.state == "patched":
+        releases = known_sources.tried_as(sys.modules[STAGE_MODULE], status.policy)
     new = environment.new_python()
     if arguments.json:
-        print(json.dumps({**status._asdict(), "new_python": new._asdict()}))
+        document = {**status._asdict(), "tried_as": releases, "new_python": new._asdict()}
+        print(json.dumps(document))
     else:
-        print(f"{status.state}: {status.reason}")
+        known = "" if releases is None else f" {known_sources.in_words(releases)}"
+        print(f"{status.state}: {status.reason}{known}")
         print(environment.in_words(new))
     return 0
 

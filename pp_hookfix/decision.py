@@ -30,7 +30,7 @@ class Status(NamedTuple):
     """What pp_hookfix did, or will do, in this process."""
 
     state: str
-    """``pending``, ``patched``, ``not-needed``, ``unsupported`` or ``off``."""
+    """``pending``, ``patched``, ``not-needed``, ``untried``, ``unsupported`` or ``off``."""
     reason: str
     """One sentence for a person."""
     torch_version: Optional[str]
@@ -48,12 +48,13 @@ def decide(torch_version: str, stage_module: ModuleType, policy: str) -> Status:
         policy: a key of ``policies.ALL``.
 
     Returns:
-        A status whose state is ``patched`` (meaning: patch it), ``not-needed``
-        or ``unsupported``.
+        A status whose state is ``patched`` (meaning: patch it), ``not-needed``,
+        ``untried`` or ``unsupported``.
 
-    A version below 2.15 decides nothing by itself, since nightly and vendor
-    builds carry commits that it does not tell: the module's own descriptors do
-    (``_RecvInfo.take_buffer`` came with PR 196463).
+    No version makes a torch need nothing: the module's own descriptors do, which give their
+    buffer away (``_RecvInfo.take_buffer`` came with PR 196463). Nightly and vendor builds
+    carry commits that their version does not tell, and a later release may do otherwise (PR
+    196465 brings buffers back that are used again).
     """
     state, reason = _judge(torch_version, stage_module, policy)
     return Status(state, reason, torch_version, policy)
@@ -61,15 +62,22 @@ def decide(torch_version: str, stage_module: ModuleType, policy: str) -> Status:
 
 def _judge(torch_version: str, stage_module: ModuleType, policy: str) -> tuple[str, str]:
     """State and reason of the decision."""
-    if _is_release_from(FIRST_FIXED, torch_version):
-        return "not-needed", (
-            f"torch {torch_version} allocates each receive buffer just in time "
-            f"(as every torch from {dotted(FIRST_FIXED)}): nothing is wrapped."
-        )
+    is_from_fixed = _is_release_from(FIRST_FIXED, torch_version)
     if hasattr(getattr(stage_module, "_RecvInfo", None), "take_buffer"):
+        if is_from_fixed:
+            return "not-needed", (
+                f"torch {torch_version} allocates each receive buffer just in time "
+                f"(as torch {dotted(FIRST_FIXED)} does): nothing is wrapped."
+            )
         return "not-needed", (
             f"this build of torch {torch_version} already allocates each receive buffer "
             "just in time: nothing is wrapped."
+        )
+    if is_from_fixed:
+        return "untried", (
+            f"torch {torch_version} is left untouched and was not tried: its receive buffers are "
+            f"not handed over as those of torch {dotted(FIRST_FIXED)} are. `pp-hookfix verify` "
+            "tells whether hooks pile up on it."
         )
     missing = _missing(stage_module, policy)
     if missing:

@@ -13,7 +13,9 @@ from typing import Any, Callable, Optional
 import pytest
 
 # A tree that run_upstream.py is tried on: its tests end in every way there is.
-collect_ignore = ["upstream_like"]
+collect_ignore = ["upstream/upstream_like"]
+# What several of the folders beside this file share lies here.
+sys.path.insert(0, os.path.dirname(__file__))
 
 try:
     import torch
@@ -21,13 +23,15 @@ except ImportError:  # the torch-free tests run wherever a CPython is
     torch = None  # type: ignore[assignment]
     TORCH: tuple[int, ...] = (0, 0)
     collect_ignore += [
-        "test_run_upstream.py",
+        "upstream/test_run_upstream.py",
         "test_recv_buffer_hooks.py",
         "test_patch.py",
         "test_policies.py",
         "test_own_stages.py",
         "test_command.py",
-        "test_ways_in_torch.py",
+        "ways_in/test_ways_in_torch.py",
+        "test_audit.py",
+        "test_audit_command.py",
     ]
 else:
     TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])

@@ -58,11 +58,14 @@ def module(source: str) -> types.ModuleType:
         ("2.15.0", JUST_IN_TIME, "not-needed"),
         ("2.15.0+cu132", JUST_IN_TIME, "not-needed"),
         ("2.15.0.post1", JUST_IN_TIME, "not-needed"),
-        # From 2.15 on the version alone decides.
-        ("2.15.0", PERSISTENT, "not-needed"),
-        ("2.16.0", PERSISTENT, "not-needed"),
-        ("2.16.0a0+git1234567", PERSISTENT, "not-needed"),
-        ("3.0.0", PERSISTENT, "not-needed"),
+        ("2.16.0", JUST_IN_TIME, "not-needed"),
+        ("2.16.0.dev20270101", JUST_IN_TIME, "not-needed"),
+        # From 2.15 on nothing is wrapped, and nothing is called cured unseen.
+        ("2.15.0", PERSISTENT, "untried"),
+        ("2.15.0+vendor", "", "untried"),
+        ("2.16.0", PERSISTENT, "untried"),
+        ("2.16.0a0+git1234567", PERSISTENT, "untried"),
+        ("3.0.0", "class _PipelineStageBase: pass", "untried"),
         # No pipelining existed; should a vendor have carried it back, it is looked at.
         ("2.3.1", PERSISTENT, "patched"),
         ("2.3.1", "", "unsupported"),
@@ -77,6 +80,13 @@ def test_every_release(version: str, source: str, state: str) -> None:
     assert version in status.reason
     assert status.torch_version == version
     assert status.policy == "detach"
+
+
+def test_a_release_that_was_not_tried_says_how_to_try_it() -> None:
+    reason = decide("2.16.0", module(PERSISTENT), "detach").reason
+    assert "left untouched" in reason
+    assert "was not tried" in reason
+    assert "`pp-hookfix verify`" in reason
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import pytest
 import releases_table
 from test_decision import FRESH, JUST_IN_TIME, module
 
+from pp_hookfix import known_sources
 from pp_hookfix.decision import decide
 from pp_hookfix.policies import POLICIES
 
-RECORD = Path(__file__).parents[1] / "docs" / "releases.json"
+RECORD = Path(__file__).parents[2] / "docs" / "releases.json"
 RELEASES: dict[str, Any] = {
     version: entry
     for version, entry in json.loads(RECORD.read_text()).items()
@@ -55,5 +56,8 @@ def test_the_release_was_seen_to_work_under_every_policy(version: str) -> None:
 def test_the_table_is_made_from_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     table = (RECORD.parent / "releases.md").read_text()
     monkeypatch.setattr(releases_table, "DOCS", tmp_path)
+    monkeypatch.setattr(releases_table, "PACKAGE", tmp_path)
     releases_table.write(json.loads(RECORD.read_text()))
     assert (tmp_path / "releases.md").read_text() == table
+    shipped = known_sources.FILE
+    assert (tmp_path / shipped.name).read_text() == shipped.read_text()

@@ -204,6 +204,10 @@ def test_status_answers_two_questions(environment: Environment) -> None:
     result = environment.command("status")
     first, second = result.stdout.splitlines()
     assert first.startswith("patched: torch 2.13.0 ")
+    assert first.endswith(
+        "What it wraps is unlike that of every release that was tried: `pp-hookfix verify` "
+        "will tell."
+    )
     assert second.startswith(
         f"not active in a new Python of this environment ({environment.python}"
     )

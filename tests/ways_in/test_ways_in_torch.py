@@ -10,7 +10,7 @@ from conftest import AFFECTED, python
 
 import pp_hookfix
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(pp_hookfix.__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "train_pipeline.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -1,14 +1,15 @@
 """Try the built wheel on every torch release, really installed, and record what happened.
 
-    python tests/record_releases.py [--verify-only] WHEEL [VERSION ...]
+    python tests/releases/record_releases.py [--only PART] WHEEL [VERSION ...]
 
-One virtual environment at a time, removed afterwards. Per release: the tests of the
-regression, of the policies and of users' own stages, on Gloo with 2 and 4 ranks, and
-``pp-hookfix verify --json``. Only
-what a run wrote goes into docs/releases.json, as each release ends; without
-versions, those are run that the record lacks, or whose tests it lacks, so that an
-interrupted run goes on where it stopped. docs/releases.md is made from the record
-(tests/releases_table.py).
+One virtual environment at a time, removed afterwards. Per release, in parts: the
+fingerprints of the methods that are wrapped; ``pp-hookfix verify --json``; the tests of the
+regression, of the policies and of users' own stages; and those of the audit, on Gloo with 2
+and 4 ranks. Only what a run wrote goes into docs/releases.json, as each release ends; without
+versions, each release has those parts run that the record lacks, so that an interrupted run
+goes on where it stopped. Releases are those of `RELEASES`, and any final one since that the
+package index has. docs/releases.md, and the fingerprints that are shipped, are made from the
+record (releases_table.py).
 """
 
 import argparse
@@ -16,6 +17,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -27,15 +29,17 @@ from xml.etree import ElementTree
 
 import releases_table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "releases.json"
 RELEASES = [
     *("2.4.0", "2.4.1", "2.5.0", "2.5.1", "2.6.0", "2.7.0", "2.7.1", "2.8.0", "2.9.0", "2.9.1"),
     *("2.10.0", "2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
 ]
-TESTS = [
-    f"tests/test_{name}.py" for name in ("recv_buffer_hooks", "policies", "own_stages", "patch")
-]
+TESTS = {
+    "tests": ("recv_buffer_hooks", "policies", "own_stages", "patch"),
+    "audit": ("audit",),
+}
+PARTS = ("sources", "verify", *TESTS)
 # Wall-clock limits, in seconds. The ranks' own limits are far shorter.
 INSTALL, TEST, VERIFY = 1200, 1800, 600
 
@@ -69,12 +73,22 @@ def build_of(python: Path) -> dict[str, Any]:
     return build
 
 
-def tests_on(python: Path, folder: Path) -> dict[str, Any]:
+def sources_on(python: Path) -> dict[str, str]:
+    show = (
+        "import importlib, json; from pp_hookfix import activation, known_sources as known; "
+        "stage = importlib.import_module(activation.STAGE_MODULE); "
+        "print(json.dumps(known.fingerprints(stage)))"
+    )
+    sources: dict[str, str] = json.loads(run([str(python), "-c", show], 300).stdout)
+    return sources
+
+
+def tests_on(python: Path, folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
     """Counts, and the names of what did not pass."""
     report = folder / "junit.xml"
     # Not `python -m pytest`, which would put this folder before the installed wheel.
     command = [str(python.with_name("pytest")), "-q", "-p", "no:cacheprovider", "-k", "not nccl"]
-    command += [f"--junitxml={report}", *TESTS]
+    command += [f"--junitxml={report}", *(f"tests/test_{name}.py" for name in names)]
     started = time.monotonic()
     try:
         subprocess.run(command, capture_output=True, timeout=TEST, cwd=ROOT, check=False)
@@ -83,6 +97,7 @@ def tests_on(python: Path, folder: Path) -> dict[str, Any]:
     suite = ElementTree.parse(report).getroot()[0]
     counts = {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
     return {
+        "ran": datetime.date.today().isoformat(),
         "passed": counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"],
         **{key: counts[key] for key in ("failures", "errors", "skipped")},
         "not_passed": [
@@ -116,8 +131,8 @@ def verify_on(python: Path) -> dict[str, Any]:
         return {**verified, "stderr": result.stderr[-2000:]}
 
 
-def one_release(version: str, wheel: str, folder: Path, verify_only: bool) -> dict[str, Any]:
-    """The entry of one release."""
+def one_release(version: str, wheel: str, folder: Path, parts: list[str]) -> dict[str, Any]:
+    """What the entry of a release gains."""
     entry: dict[str, Any] = {
         "ran": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -132,38 +147,64 @@ def one_release(version: str, wheel: str, folder: Path, verify_only: bool) -> di
         stderr = error.stderr or ""
         entry["not_installed"] = (stderr if isinstance(stderr, str) else str(error))[-2000:]
         return entry
-    print("verify ... ", end="", flush=True)
-    entry["verify"] = verify_on(python)
-    if not verify_only:
-        print("tests ... ", end="", flush=True)
-        entry["tests"] = tests_on(python, folder)
+    for part in parts:
+        print(f"{part} ... ", end="", flush=True)
+        if part == "sources":
+            entry[part] = sources_on(python)
+        elif part == "verify":
+            entry[part] = verify_on(python)
+        else:
+            entry[part] = tests_on(python, folder, TESTS[part])
     return entry
+
+
+def newer_releases() -> list[str]:
+    """Final releases that the package index has and `RELEASES` does not know yet."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    try:
+        listed = run(command, 120).stdout
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"the package index does not tell which releases it has: {error}", file=sys.stderr)
+        return []
+    found = re.findall(r"\b\d+\.\d+\.\d+\b(?![.\w+-])", listed.partition("Available")[2])
+    newest = _order(RELEASES[-1])
+    return sorted({one for one in found if _order(one) > newest}, key=_order)
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--verify-only", action="store_true", help="leave the tests for later")
+    parser.add_argument("--only", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("wheel", help="the built wheel")
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help="default: all not recorded")
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="default: what is lacking")
     arguments = parser.parse_args()
-    unknown = [version for version in arguments.versions if version not in RELEASES]
+    releases = [*RELEASES, *newer_releases()]
+    unknown = [version for version in arguments.versions if version not in releases]
     if unknown:
-        parser.error(f"{unknown[0]} is no final release with pipelining: {', '.join(RELEASES)}")
+        parser.error(f"{unknown[0]} is no final release with pipelining: {', '.join(releases)}")
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    lacking = "verify" if arguments.verify_only else "tests"
-    wanted = arguments.versions or [
-        version for version in RELEASES if lacking not in record.get(version, {})
-    ]
+    parts = [arguments.only] if arguments.only else list(PARTS)
+    wanted = {
+        version: parts
+        if arguments.versions
+        else [part for part in parts if part not in record.get(version, {})]
+        for version in arguments.versions or releases
+    }
+    wanted = {version: lacking for version, lacking in wanted.items() if lacking}
     os.environ.pop("PYTHONPATH", None)
     RECORD.parent.mkdir(exist_ok=True)
-    for number, version in enumerate(wanted, 1):
+    for number, (version, lacking) in enumerate(wanted.items(), 1):
         print(f"[{number}/{len(wanted)}] torch {version}: install ... ", end="", flush=True)
         folder = Path(tempfile.mkdtemp(prefix="pp_hookfix-release-"))
         try:
-            record[version] = one_release(version, arguments.wheel, folder, arguments.verify_only)
+            gained = one_release(version, arguments.wheel, folder, lacking)
+            record[version] = {**record.get(version, {}), **gained}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        ordered = {version: record[version] for version in RELEASES if version in record}
+        ordered = {version: record[version] for version in sorted(record, key=_order)}
         RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
         releases_table.write(ordered)
         print(releases_table.summary(record[version]), flush=True)

@@ -1,6 +1,6 @@
 """Run torch's own pipelining tests, without and with the plugin; fail on what it breaks.
 
-    python tests/run_upstream.py TREE [FILE ...] [-k EXPRESSION] [--limit SECONDS]
+    python tests/upstream/run_upstream.py TREE [FILE ...] [-k EXPRESSION] [--limit SECONDS]
 
 TREE is a torch source tree of the release that is installed here; FILEs are test
 files in it, by default all of test/distributed/pipelining. They are copied into a

@@ -1,27 +1,32 @@
 """Make docs/releases.md, the table that a person reads, from docs/releases.json.
 
-python tests/releases_table.py
+python tests/releases/releases_table.py
 """
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
-DOCS = Path(__file__).parents[1] / "docs"
+from pp_hookfix import known_sources
 
+ROOT = Path(__file__).parents[2]
+DOCS, PACKAGE = ROOT / "docs", ROOT / "pp_hookfix"
+
+TESTS = ("tests", "audit")
 HEAD = """\
 # Every torch release, measured
 
 Made by `nox -s releases` from what its runs wrote ([releases.json](releases.json));
 not edited by hand. Each release was really installed, on the CPU, with the built wheel:
-`pp-hookfix verify` (2 ranks, 5 steps) and the tests of the regression, of the policies and
-of users' own stages, on Gloo with 2 and 4 ranks. "Hooks" are those fired in each step where
-most fired, over all schedules: without the fix, and under the worst of the three policies.
-"Equal" means losses and all gradients, to the last bit, under every policy.
+`pp-hookfix verify` (2 ranks, 5 steps), the tests of the regression, of the policies and of
+users' own stages, and those of `pp-hookfix audit`, on Gloo with 2 and 4 ranks. "Hooks" are
+those fired in each step where most fired, over all schedules: without the fix, and under the
+worst of the three policies. "Equal" means losses and all gradients, to the last bit, under
+every policy.
 
-| torch | build | Python | schedules | hooks without | hooks with | equal | decision | tests |
-|---|---|---|---|---|---|---|---|---|
+| torch | build | Python | schedules | hooks without | with | equal | decision | tests | audit |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -32,8 +37,8 @@ def most_fired(by_stage: list[list[int]]) -> str:
 def row(version: str, entry: dict[str, Any]) -> str:
     """One line of the table."""
     if "not_installed" in entry:
-        return f"| {version} | not installed: see the record | | | | | | | |"
-    build, verify, tests = entry["build"], entry["verify"], entry.get("tests")
+        return f"| {version} | not installed: see the record | | | | | | | | |"
+    build, verify = entry["build"], entry["verify"]
     cells = [version, f"`{build['torch']}`", build["python"]]
     if "schedules" in verify:
         schedules = verify["schedules"]
@@ -49,40 +54,44 @@ def row(version: str, entry: dict[str, Any]) -> str:
         ]
     else:
         cells += ["", f"verify {verify.get('hung') or 'failed: see the record'}", "", "", ""]
-    if tests is None:
-        cells.append("not run yet")
-    elif "hung" in tests:
-        cells.append(f"hung: {tests['hung']}")
-    else:
-        counts = f"{tests['passed']} passed, {tests['skipped']} skipped"
-        failed = tests["failures"] + tests["errors"]
-        cells.append(f"{counts}, **{failed} failed**" if failed else counts)
+    cells += [_counts(entry.get(part)) for part in TESTS]
     return f"| {' | '.join(cells)} |"
+
+
+def _counts(tests: Optional[dict[str, Any]]) -> str:
+    if tests is None:
+        return "not run yet"
+    if "hung" in tests:
+        return f"hung: {tests['hung']}"
+    counts = f"{tests['passed']} passed, {tests['skipped']} skipped"
+    failed = tests["failures"] + tests["errors"]
+    return f"{counts}, **{failed} failed**" if failed else counts
 
 
 def summary(entry: dict[str, Any]) -> str:
     """An entry in one line, as its run ends."""
     if "not_installed" in entry:
         return "NOT INSTALLED"
-    tests = entry.get("tests", {"hung": "not run"})
-    counts = tests.get("hung") or ", ".join(
-        f"{tests[key]} {key}" for key in ("passed", "skipped", "failures", "errors")
-    )
-    return f"verify exits {entry['verify'].get('exit_status')}; tests: {counts}"
+    verified = entry["verify"].get("exit_status")
+    counts = "; ".join(f"{part}: {_counts(entry.get(part))}" for part in TESTS)
+    return f"verify exits {verified}; {counts}"
 
 
 def write(record: dict[str, Any]) -> None:
-    """docs/releases.md from the whole record."""
+    """docs/releases.md from the whole record, and the fingerprints that are shipped."""
     lines = [row(version, entry) for version, entry in record.items()]
     reasons = sorted(
         {
             reason
             for entry in record.values()
-            for reason in entry.get("tests", {}).get("skip_reasons", [])
+            for part in TESTS
+            for reason in entry.get(part, {}).get("skip_reasons", [])
         }
     )
     foot = "\nWhat was skipped, and why:\n\n" + "".join(f"- {reason}\n" for reason in reasons)
     (DOCS / "releases.md").write_text(HEAD + "\n".join(lines) + "\n" + foot)
+    sources = {version: entry["sources"] for version, entry in record.items() if "sources" in entry}
+    (PACKAGE / known_sources.FILE.name).write_text(known_sources.text(sources))
 
 
 if __name__ == "__main__":

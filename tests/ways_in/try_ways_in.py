@@ -1,6 +1,6 @@
 """Try every way in with every tool that starts Python processes; write docs/ways-in.md's table.
 
-    python tests/try_ways_in.py WHEEL
+    python tests/ways_in/try_ways_in.py WHEEL
 
 The tools are the real ones, installed into environments of their own; torch is the
 stand-in, since only what is patched is looked at. Each cell is a process and a child of it.
@@ -17,7 +17,7 @@ from typing import Callable, NamedTuple
 import environments
 import stand_in
 
-PAGE = Path(__file__).parents[1] / "docs" / "ways-in.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ways-in.md"
 BEGIN, END = "<!-- as tried by nox -s ways_in -->\n", "<!-- end -->\n"
 WAYS = ("import", "run", "activate", "autowrapt")
 TOOLS = ("ddtrace", "coverage", "opentelemetry-distro", "pex", "shiv", "uv", "pipx")
