@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable
 
+import audit
 import call
 import growth
 import memory
@@ -24,7 +25,14 @@ import table
 import torch
 
 DOCS = Path(__file__).parents[1] / "docs"
-BENCHMARKS = {"call": call, "step": step, "growth": growth, "startup": startup, "memory": memory}
+BENCHMARKS = {
+    "call": call,
+    "step": step,
+    "audit": audit,
+    "growth": growth,
+    "startup": startup,
+    "memory": memory,
+}
 
 
 def write(recorded: dict[str, Any]) -> None:

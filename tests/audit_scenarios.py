@@ -354,6 +354,14 @@ class InDDP(Habit):
     runs_split = False
 
 
+class InfersOnly(Habit):
+    """No loss, no gradients."""
+
+
+class InfersOnlyAndKeepsInput(InfersOnly, KeepsInput):
+    """Kept inputs are overwritten there, too."""
+
+
 class EvaluatesBetween(Habit):
     """`eval()` between steps (torch 2.9 and later)."""
 
@@ -372,14 +380,8 @@ HABITS = {
         *(HooksRemovedInNextStep, Attributes),
         *(KeepsInput, KeepsDetached, KeepsView, KeepsArray, KeepsInGraph, KeepsInputAndHooks),
         *(KeepsGradient, KeepsCopies, DropsInTime, LogsNorms, KeepsLosses, SpendsACycle),
-        *(
-            Checkpoints,
-            CheckpointsReentrant,
-            Compiles,
-            InDDP,
-            EvaluatesBetween,
-            HooksAndEvaluatesBetween,
-        ),
+        *(InfersOnly, InfersOnlyAndKeepsInput, Checkpoints, CheckpointsReentrant, Compiles),
+        *(InDDP, EvaluatesBetween, HooksAndEvaluatesBetween),
     ]
 }
 
@@ -402,7 +404,9 @@ SOME = (
 
 def of(name: str) -> list[str]:
     """The habits that are tried in a schedule."""
-    habits = HABITS if name == "1F1B" else SOME
+    if name == "GPipe":  # which alone needs no loss
+        return [*SOME, "InfersOnly", "InfersOnlyAndKeepsInput"]
+    habits = [one for one in HABITS if not one.startswith("Infers")] if name == "1F1B" else SOME
     is_split = schedules.LAYOUTS[name].v_shaped
     return [habit for habit in habits if HABITS[habit].runs_split or not is_split]
 
@@ -518,7 +522,9 @@ def train(
     job, result = Job(), Result()
     stages = (make or manual_stages)(rank, name, habit, job)
     microbatches = schedules.microbatches_of(name, rank.ranks, MICROBATCHES)
-    schedule = schedules.build(name, stages, microbatches, training.summed_error)
+    infers = isinstance(habit, InfersOnly)
+    loss_fn: Any = None if infers else training.summed_error
+    schedule = schedules.build(name, stages, microbatches, loss_fn)
     parameters = [one for stage in stages for one in stage.submod.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     generator = torch.Generator().manual_seed(0)
@@ -530,14 +536,19 @@ def train(
         ).to(rank.device)
         losses: list[Any] = []
         inputs = [x] if is_first else []
-        labels: dict[str, Any] = {"target": target, "losses": losses} if is_last else {}
+        labels: dict[str, Any] = {}
+        if is_last and not infers:
+            labels = {"target": target, "losses": losses}
         job.fired.append(0)
         if isinstance(habit, EvaluatesBetween) and job.step and hasattr(schedule, "eval"):
             with torch.no_grad():
                 schedule.eval(*inputs, **labels)
             losses.clear()
         optimizer.zero_grad()
-        output = schedule.step(*inputs, **labels)
+        with torch.set_grad_enabled(not infers):
+            output = schedule.step(*inputs, **labels)
+        if infers and is_last:
+            result.numbers.append(output)
         result.numbers += [loss.detach().clone() for loss in losses]
         result.numbers += [one.grad.clone() for one in parameters if one.grad is not None]
         optimizer.step()
