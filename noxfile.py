@@ -63,7 +63,7 @@ def upstream(session: nox.Session) -> None:
     TREE is a torch source tree; the torch installed is of the release that it is of.
     """
     if not session.posargs:
-        session.error("give a torch source tree: nox -s upstream -- TREE (README, For developers)")
+        session.error("give a torch source tree: nox -s upstream -- TREE (docs/developing.md)")
     version = Path(session.posargs[0]).expanduser() / "version.txt"
     if not version.is_file():
         session.error(f"{session.posargs[0]} is no torch source tree: it has no version.txt")
