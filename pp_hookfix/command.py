@@ -1,9 +1,11 @@
 """The command ``pp-hookfix``, also ``python -m pp_hookfix``."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -251,16 +253,24 @@ def _audit(arguments: argparse.Namespace) -> int:
             open(arguments.json, "w").close()
         except OSError as error:
             arguments.error(f"{arguments.json} cannot be written: {error.strerror}")
-    with tempfile.TemporaryDirectory(prefix="pp_hookfix-audit-") as folder:
-        os.environ[AUDIT_VARIABLE] = folder
-        try:
-            ended = launch.run(command)
-        except OSError as error:
-            return _not_started(arguments, command[0], error)
+    folder = tempfile.mkdtemp(prefix="pp_hookfix-audit-")
+    os.environ[AUDIT_VARIABLE] = folder
+    try:
+        ended = launch.run(command)
         found = report.document(*report.read(Path(folder)))
-    sys.stderr.write(report.text(found))
+    except OSError as error:
+        return _not_started(arguments, command[0], error)
+    finally:
+        # Whatever the command left running may still be writing there.
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(report.text(found))
+        sys.stderr.flush()
     if arguments.json is not None:
-        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            print(f"pp-hookfix audit: {arguments.json}: {error.strerror}", file=sys.stderr)
     return launch.end_like(ended)
 
 

@@ -12,7 +12,8 @@ from conftest import TORCH
 from recv_buffer_scenarios import FRONTENDS, Traced, leaks, seeded_module, switch
 
 import pp_hookfix
-from pp_hookfix.policies import POLICIES
+from pp_hookfix.audit import watch
+from pp_hookfix.policies import AUDIT, POLICIES
 from pp_hookfix.verification import schedules, training
 from pp_hookfix.verification.ranks import Rank
 from pp_hookfix.verification.training import FEATURES, ROWS, InputHooks, Record
@@ -191,7 +192,7 @@ class SendsDTensor(torch.nn.Module):
 
 
 def dtensor_boundaries(rank: Rank) -> Optional[dict[str, Any]]:
-    """Stages that pass DTensors on (2.12 and later), under stock torch and every policy."""
+    """Stages that pass DTensors on (2.12 and later), under stock torch, every policy, and audit."""
     if TORCH < (2, 12):
         return None
     from torch.distributed.device_mesh import init_device_mesh
@@ -200,8 +201,9 @@ def dtensor_boundaries(rank: Rank) -> Optional[dict[str, Any]]:
     mesh = init_device_mesh(rank.device.type, (rank.ranks, 1), mesh_dim_names=("pp", "tp"))["tp"]
     results: dict[str, Any] = {}
     stock: Optional[Record] = None
-    for policy in (None, *POLICIES):
+    for policy in (None, *POLICIES, AUDIT):
         switch(policy or False)
+        watch.forget()
         module = SendsDTensor(
             seeded_module(rank, rank.rank), mesh, last=rank.rank == rank.ranks - 1
         )
@@ -229,6 +231,7 @@ def dtensor_boundaries(rank: Rank) -> Optional[dict[str, Any]]:
             "kept": len(kept),
             "overwritten": overwritten(kept),
             "equal": scenarios.equal(stock, record),
+            "found": watch.document(),
         }
     return results
 

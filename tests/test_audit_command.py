@@ -79,6 +79,7 @@ def test_the_example(tmp_path: Path, keeps: bool) -> None:
         assert kept["held_by"] == "list attribute `kept_inputs` of LanguageModelStage"
         assert f"8 of shape (8, 64, 64), since step 1: held by {kept['held_by']}" in result.stderr
         assert last_words(result).startswith("pp-hookfix audit: needs clone or fresh")
+        assert "it keeps 8 stage inputs, which the next step overwrites" in last_words(result)
     else:
         assert last["kept_inputs"] == []
         assert last_words(result).startswith("pp-hookfix audit: detach is enough")

@@ -161,6 +161,20 @@ def test_dtensors_between_stages(seen: list[dict[str, Any]], policy: str) -> Non
         assert results["dtensor_boundaries"][policy]["overwritten"] == overwritten
 
 
+@pytest.mark.skipif(not AFFECTED, reason="no persistent receive buffers")
+def test_dtensors_that_are_kept_are_seen_by_the_audit(seen: list[dict[str, Any]]) -> None:
+    if seen[0]["dtensor_boundaries"] is None:
+        pytest.skip("DTensors pass between stages from torch 2.12 on")
+    for results in seen:
+        audited = results["dtensor_boundaries"]["audit"]
+        assert audited["equal"] == EQUAL
+        (stage,) = audited["found"]
+        found = sum(one["count"] for one in stage["kept_inputs"])
+        assert found == results["dtensor_boundaries"]["None"]["overwritten"]
+        assert found == (4 * (STEPS - 1) if stage["stage"] > 0 else 0)
+        assert stage["hooks"] == stage["kept_gradients"] == stage["attributes"] == []
+
+
 @every_policy
 def test_gradients_that_do_not_exist(seen: list[dict[str, Any]], policy: str) -> None:
     if seen[0]["missing_gradients"] is None:

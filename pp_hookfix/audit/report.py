@@ -1,5 +1,6 @@
 """The report of ``pp-hookfix audit``: what every process noted, put together."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ VERDICTS = {
     "kept of them, was gone with its step.",
     "detach": "detach is enough (`import pp_hookfix`, or `pp-hookfix run`): what is put on "
     "a stage's input then ends with its step.",
-    "clone or fresh": "needs clone or fresh (PP_HOOKFIX=clone or fresh): this job keeps what "
-    "the next step overwrites, and it would be overwritten under detach, too.",
+    "clone or fresh": "needs clone or fresh (PP_HOOKFIX=clone or fresh): it keeps {kept}, which "
+    "the next step overwrites, under detach, too.",
 }
 
 
@@ -25,9 +26,10 @@ def read(folder: Path) -> tuple[list[Noted], int]:
         if path.suffix == ".new":
             continue
         began += 1
-        text = path.read_text()
-        if text:
-            noted.append(json.loads(text))
+        with contextlib.suppress(OSError, ValueError):
+            text = path.read_text()
+            if text:
+                noted.append(json.loads(text))
     return sorted(noted, key=lambda one: float(one["began"])), began
 
 
@@ -135,7 +137,8 @@ def text(report: dict[str, Any]) -> str:
             lines.append(f"run {run} of {report['runs']}, {_number(steps, 'step')}:")
         lines += [f"  {line}" for line in _findings(stages)]
     lines += report["notes"]
-    lines.append(VERDICTS.get(report["needs"], "verdict: not known."))
+    verdict = VERDICTS.get(report["needs"], "verdict: not known.")
+    lines.append(verdict.format(kept=_how_many_kept(report["stages"])))
     return "".join(
         f"{line}\n" if line.startswith(" ") else f"pp-hookfix audit: {line}\n" for line in lines
     )
@@ -171,6 +174,15 @@ def _findings(stages: list[dict[str, Any]]) -> Iterator[str]:
                 f"    {one['count']} of shape {tuple(one['shape'])}, since step "
                 f"{one['since_step']}: held by {_shorter(one['held_by'])} ({where})"
             )
+
+
+def _how_many_kept(stages: list[dict[str, Any]]) -> str:
+    inputs, gradients = (
+        sum(one["count"] for stage in stages for one in stage[key])
+        for key in ("kept_inputs", "kept_gradients")
+    )
+    kept = [(inputs, "stage input"), (gradients, "received gradient")]
+    return " and ".join(_number(number, what) for number, what in kept if number)
 
 
 def _merged(stages: list[dict[str, Any]], key: str) -> list[tuple[dict[str, Any], str]]:

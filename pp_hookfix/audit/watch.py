@@ -152,8 +152,11 @@ class Hooks(OrderedDict[int, Any]):
         super().__setitem__(-1, _Counts(self.places, kind, one))
 
     def __setitem__(self, key: int, hook: Any) -> None:
-        self.places[key] = Place(self.kind, _registered_at(hook))
         super().__setitem__(key, hook)
+        where = "unknown"
+        with contextlib.suppress(Exception):  # of strange callables; the hook is registered
+            where = _registered_at(hook)
+        self.places[key] = Place(self.kind, where)
 
     def __delitem__(self, key: int) -> None:
         super().__delitem__(key)
@@ -286,7 +289,7 @@ def _handed(stage: Stage, direction: str, tensor: Any, memory: Any, microbatch: 
         except (RuntimeError, BufferError):  # a device that lends no memory
             one.tensor = alias(source)
             stage.is_blind = True
-        if inner is None and one.tensor.requires_grad:
+        if inner is None:
             _watch_hooks(one)
     if inner is None:
         return one.tensor
@@ -492,7 +495,7 @@ def _registered_at(hook: Any) -> str:
 
 def _name(hook: Any) -> str:
     """Of the function that is called in the end."""
-    while True:
+    for _ in range(20):  # what answers to every name has no end
         if isinstance(hook, functools.partial):
             hook = hook.func
         elif hasattr(hook, "__wrapped__"):
