@@ -257,7 +257,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     os.environ[AUDIT_VARIABLE] = folder
     try:
         ended = launch.run(command)
-        found = report.document(*report.read(Path(folder)))
+        found = report.document(*report.read(Path(folder)), launch.failure(ended))
     except OSError as error:
         return _not_started(arguments, command[0], error)
     finally:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from typing import Optional
 
 # Sent to us by somebody, for the command. From a terminal it gets its own.
 _PASSED_ON = {
@@ -48,6 +49,16 @@ def _next(watched: "set[signal.Signals]") -> tuple[int, bool]:
         return received.si_signo, received.si_code <= 0
     number = signal.sigwait(watched)
     return number, number != signal.SIGINT
+
+
+def failure(status: int) -> Optional[str]:
+    """How a command failed, in words; None if it did not."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        names = {one.value: one.name for one in signal.Signals}
+        return f"was ended by {names.get(number, f'signal {number}')}"
+    code = os.WEXITSTATUS(status)
+    return f"ended with exit status {code}" if code else None
 
 
 def end_like(status: int) -> int:

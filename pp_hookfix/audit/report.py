@@ -33,8 +33,13 @@ def read(folder: Path) -> tuple[list[Noted], int]:
     return sorted(noted, key=lambda one: float(one["began"])), began
 
 
-def document(noted: list[Noted], began: int) -> dict[str, Any]:
+def document(noted: list[Noted], began: int, failed: Optional[str] = None) -> dict[str, Any]:
     """The report as one object, as ``--json`` has it.
+
+    Args:
+        noted: what `read` found.
+        began: how many Python processes there were.
+        failed: how the command ended, in words, unless it succeeded.
 
     Its ``stages`` have, besides what was seen of each, the ``run`` that they belong to: 1, and
     more where torchrun started its ranks again, or the command several jobs.
@@ -55,7 +60,7 @@ def document(noted: list[Noted], began: int) -> dict[str, Any]:
         "runs": len(runs),
         "stages": sorted(stages, key=lambda one: (one["run"], one["rank"], one["stage"])),
         "needs": _needs(noted, stages),
-        "notes": list(_notes(noted, began)),
+        "notes": [*_notes(noted, began), *_doubts(stages, failed)],
     }
 
 
@@ -120,6 +125,16 @@ def _notes(noted: list[Noted], began: int) -> Iterator[str]:
                 f"rank {rank}: on this device it cannot be seen who keeps stage inputs "
                 "or received gradients."
             )
+
+
+def _doubts(stages: list[dict[str, Any]], failed: Optional[str]) -> Iterator[str]:
+    if stages and failed:
+        yield f"the command {failed}: what is said is of the steps that it ran."
+    if stages and max(stage["steps"] for stage in stages) == 1:
+        yield (
+            "only one step was seen, and what is kept of a step is overwritten by the next: let "
+            "it run two steps or more."
+        )
 
 
 def text(report: dict[str, Any]) -> str:

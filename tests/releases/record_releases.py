@@ -177,7 +177,13 @@ def _order(version: str) -> tuple[int, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=PARTS,
+        metavar="PART",
+        help=f"may be repeated: {', '.join(PARTS)}",
+    )
     parser.add_argument("wheel", help="the built wheel")
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="default: what is lacking")
     arguments = parser.parse_args()
@@ -186,7 +192,7 @@ def main() -> int:
     if unknown:
         parser.error(f"{unknown[0]} is no final release with pipelining: {', '.join(releases)}")
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    parts = [arguments.only] if arguments.only else list(PARTS)
+    parts = arguments.only or list(PARTS)
     wanted = {
         version: parts
         if arguments.versions
