@@ -58,9 +58,10 @@ def built_wheel(session: nox.Session) -> str:
 
 @nox.session
 def upstream(session: nox.Session) -> None:
-    """torch's own pipelining tests, without and with the plugin: `-- TREE [FILE ...]`.
+    """torch's own pipelining tests, without the plugin and under each policy: `-- TREE`.
 
-    TREE is a torch source tree; the torch installed is of the release that it is of.
+    TREE is a torch source tree; the torch installed is of the release that it is of. A whole
+    run goes into docs/upstream.json; `-- TREE FILE`, `-k` and `--policy` are for some.
     """
     if not session.posargs:
         session.error("give a torch source tree: nox -s upstream -- TREE (docs/developing.md)")
@@ -69,7 +70,8 @@ def upstream(session: nox.Session) -> None:
         session.error(f"{session.posargs[0]} is no torch source tree: it has no version.txt")
     release = ".".join(version.read_text().split(".")[:2])
     session.install(".[test]", f"torch=={release}.*")
-    session.run("python", "tests/upstream/run_upstream.py", *session.posargs)
+    whole = ["--record"] if len(session.posargs) == 1 else []
+    session.run("python", "tests/upstream/run_upstream.py", *session.posargs, *whole)
 
 
 @nox.session
