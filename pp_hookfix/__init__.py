@@ -11,6 +11,7 @@ torch that allocates each receive just in time (2.15, PR 196463) it does nothing
 # nothing that a bare interpreter has not loaded already, so neither torch nor
 # wrapt, nor typing, logging, warnings, ... (tests/test_import_cost.py).
 from pp_hookfix.activation import activate, disable, enable
+from pp_hookfix.request import is_audited
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,3 +36,7 @@ def status() -> "Status":
 
 
 activate()
+if is_audited():
+    from pp_hookfix.audit import notes
+
+    notes.begin()

@@ -50,10 +50,6 @@ def activate() -> None:
     """
     global _why_off, _brought_by
     _brought_by = request.brought_by()
-    if request.is_audited():
-        from pp_hookfix.audit import notes
-
-        notes.begin()
     try:
         policy = request.policy_of_environment()
     except ValueError as error:
@@ -217,10 +213,6 @@ def on_stage_module(stage_module: "ModuleType") -> None:
             _status, _decided_on = decided, stage_module
         if news:
             _announce(decided)
-            if request.is_audited():
-                from pp_hookfix.audit import notes
-
-                notes.decided()
     except Exception as error:
         _failed(error)
 

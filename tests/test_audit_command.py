@@ -171,15 +171,18 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     ]
 
 
+NONE = "none of the command's Python processes (1) is known to have imported"
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
         (["true"], "no Python process of the command could be looked into: is it Python"),
-        ([sys.executable, "-c", "1"], "none of the command's Python processes (1) imported torch."),
         (
-            [sys.executable, "-c", "import torch"],
-            "none of the command's Python processes (1) imported torch.distributed.pipelining.",
+            [sys.executable, "-c", "1"],
+            "none of the command's Python processes (1) is known to have imported torch.",
         ),
+        ([sys.executable, "-c", "import torch"], f"{NONE} torch.distributed.pipelining."),
     ],
 )
 def test_nothing_to_look_at(command: list[str], says: str) -> None:

@@ -15,7 +15,7 @@ _SECONDS = 0.5  # between two writings
 _folder = ""
 _began = 0.0
 _pid = 0
-_launch = 0, 0
+_launch: "tuple[int, str]" = 0, ""
 _rank: "Optional[int]" = None
 _written = 0.0
 _document: "Optional[Callable[[], list[dict[str, Any]]]]" = None
@@ -36,7 +36,7 @@ def begin() -> None:
 def _be_new() -> None:
     global _began, _pid, _launch
     _began, _pid = time.time(), os.getpid()
-    _launch = os.getppid(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    _launch = os.getppid(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
 
 
 def _file() -> str:
@@ -53,24 +53,14 @@ def _forked() -> None:
         watch.forget()
 
 
-def decided() -> None:
-    """Write down what was decided, once torch's stage module is there."""
-    # A process that multiprocessing forks ends without `atexit`.
-    multiprocessing = sys.modules.get("multiprocessing.util")
-    if multiprocessing is not None:
-        multiprocessing.register_after_fork(end, _end_with_multiprocessing)
-        _end_with_multiprocessing(end)
-    _write()
-
-
-def _end_with_multiprocessing(end: "Callable[[], None]") -> None:
-    multiprocessing = sys.modules["multiprocessing.util"]
-    multiprocessing.Finalize(None, end, exitpriority=0)
-
-
 def grow(document: "Callable[[], list[dict[str, Any]]]") -> None:
     """Write again, now and then. Called as each step begins."""
     global _document
+    if _document is None:
+        # What multiprocessing forks ends without `atexit`.
+        multiprocessing = sys.modules.get("multiprocessing.util")
+        if multiprocessing is not None:
+            multiprocessing.Finalize(None, end, exitpriority=0)
     _document = document
     if time.monotonic() - _written > _SECONDS:
         _write()

@@ -102,7 +102,7 @@ def _notes(noted: list[Noted], began: int) -> Iterator[str]:
         )
     elif not loaded:
         torch = "torch" if not noted else "torch.distributed.pipelining"
-        yield f"none of the command's Python processes ({began}) imported {torch}."
+        yield f"none of the command's Python processes ({began}) is known to have imported {torch}."
     for state in ("not-needed", "untried", "unsupported", "bypassed"):
         yield from sorted({one["reason"] for one in loaded if one["state"] == state})
     if any(one["times_off"] for one in loaded):
