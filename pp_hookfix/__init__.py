@@ -10,8 +10,8 @@ torch that allocates each receive just in time (2.15, PR 196463) it does nothing
 # Runs at interpreter start wherever a sitecustomize imports it: it may load
 # nothing that a bare interpreter has not loaded already, so neither torch nor
 # wrapt, nor typing, logging, warnings, ... (tests/test_import_cost.py).
+from pp_hookfix import request
 from pp_hookfix.activation import activate, disable, enable
-from pp_hookfix.request import is_audited
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def status() -> "Status":
 
 
 activate()
-if is_audited():
+if request.is_audited():
     from pp_hookfix.audit import notes
 
     notes.begin()

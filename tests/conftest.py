@@ -32,6 +32,7 @@ except ImportError:  # the torch-free tests run wherever a CPython is
         "ways_in/test_ways_in_torch.py",
         "test_audit.py",
         "test_audit_command.py",
+        "test_audit_holders.py",
     ]
 else:
     TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])

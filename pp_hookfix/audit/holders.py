@@ -106,16 +106,16 @@ class _Search:
             within = self._holder(one, depth - 1, seen)
             if within is None:
                 return None
-            return within if _says_container(within) else f"{kind.__name__} {within}"
+            return _within(kind.__name__, within)
         if kind is types.CellType:
             for function in gc.get_referrers(one):
                 if type(function) is tuple:
                     for owner in gc.get_referrers(function):
                         if isinstance(owner, types.FunctionType):
-                            return f"closure of {_place(owner.__code__)}"
+                            return f"the closure of {_place(owner.__code__)}"
             return None
         if kind is types.FunctionType:
-            return f"default of {_place(one.__code__)}"
+            return f"a default of {_place(one.__code__)}"
         if issubclass(kind, torch.Tensor):
             return self._holder(one, depth - 1, seen)  # a DTensor around it
         if kind is types.MethodType or kind is functools.partial:
@@ -124,7 +124,7 @@ class _Search:
         if name is not None:
             return f"attribute `{name}` of {kind.__qualname__}"
         if kind is types.GeneratorType:
-            return f"generator {_place(one.gi_code)}"
+            return f"a generator, {_place(one.gi_code)}"
         return None
 
     def _as_dictionary(self, one: Any, held: Any, depth: int, seen: set[int]) -> Optional[str]:
@@ -139,15 +139,17 @@ class _Search:
         within = self._holder(one, depth - 1, seen)
         if within is None:
             return None
-        return within if _says_container(within) else f"dict {within}"
+        return _within("dict", within)
 
     def arrays_over(self, tensors: list[torch.Tensor]) -> Iterator[Any]:
-        """NumPy arrays, which the collector does not know, by the containers that hold them."""
+        """NumPy arrays, which the collector does not know, but what refers to them it does."""
         wanted = {id(tensor) for tensor in tensors}
         candidates = list(self.named_values())
         for one in self.objects:
-            if type(one) in (list, tuple, dict):
-                candidates += one.values() if type(one) is dict else one
+            candidates += [
+                value for value in gc.get_referents(one) if type(value).__name__ == "ndarray"
+            ]
+        self.ours.add(id(candidates))
         for one in candidates:
             base = one
             while type(base).__name__ == "ndarray":
@@ -216,8 +218,11 @@ def _locals_of_frames() -> Iterator[tuple[int, str]]:
                 yield id(value), f"{kind if is_container else ''}`{name}` {where}"
 
 
-def _says_container(within: str) -> bool:
-    return within.startswith(("list ", "tuple ", "set ", "dict ", "deque ", "OrderedDict "))
+def _within(kind: str, within: str) -> str:
+    """A container, by the name of what holds it; of several, the outermost is told."""
+    if within.startswith(("list ", "tuple ", "set ", "dict ", "deque ", "OrderedDict ")):
+        return within
+    return f"{kind} in {within}" if within.startswith(("the ", "a ")) else f"{kind} {within}"
 
 
 def _attribute(owner: Any, held: Any) -> Optional[str]:
