@@ -285,7 +285,9 @@ def test_signals_reach_the_command_and_the_report_comes(tmp_path: Path, to_whom:
         [
             sys.executable,
             "-c",
-            f"import os, fcntl, termios; os.setsid(); "
+            f"import os, fcntl, signal, termios; os.setsid(); "
+            # In the background of a shell it would be ignored.
+            "signal.signal(signal.SIGINT, signal.SIG_DFL); "
             f"fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv({sys.executable!r}, {command!r})",
         ],
         stdin=terminal,
