@@ -250,9 +250,18 @@ print(asked.count({watched!r}), sys.meta_path.count(Editable))
 
 
 def test_not_needed_wraps_nothing(tmp_path: Path) -> None:
-    path = stand_in.make(tmp_path / "site", "2.15.0")
+    just_in_time = stand_in.STAGE + "_RecvInfo.take_buffer = lambda self: None\n"
+    path = stand_in.make(tmp_path / "site", "2.15.0", just_in_time)
     script = "import pp_hookfix, torch.distributed.pipelining" + REPORT
     assert run(script, path) == "not-needed function\n"
+
+
+def test_a_release_that_was_not_tried_is_left_alone_without_a_warning(tmp_path: Path) -> None:
+    path = stand_in.make(tmp_path / "site", "2.16.0")
+    script = "import pp_hookfix, torch.distributed.pipelining" + REPORT
+    assert run(script, path) == "untried function\n"
+    script = "import pp_hookfix, torch.distributed.pipelining; print(pp_hookfix.status().reason)"
+    assert "`pp-hookfix verify` tells" in run(script, path, None, "-Werror")
 
 
 def test_status_tells_the_version_and_policy(torch_path: Path) -> None:
