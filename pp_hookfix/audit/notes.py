@@ -11,13 +11,14 @@ from typing import Any, Callable, Optional
 
 from pp_hookfix import activation, request
 
-_SECONDS = 0.5  # between two writings
+_SECONDS = 0.5  # between two writings, once there were
+_AT_ONCE = 30  # so that a job which is killed early has left something
 _folder = ""
 _began = 0.0
 _pid = 0
 _launch: "tuple[int, str]" = 0, ""
 _rank: "Optional[int]" = None
-_written = 0.0
+_written, _times = 0.0, 0
 _document: "Optional[Callable[[], list[dict[str, Any]]]]" = None
 
 
@@ -62,7 +63,7 @@ def grow(document: "Callable[[], list[dict[str, Any]]]") -> None:
         if multiprocessing is not None:
             multiprocessing.Finalize(None, end, exitpriority=0)
     _document = document
-    if time.monotonic() - _written > _SECONDS:
+    if _times < _AT_ONCE or time.monotonic() - _written > _SECONDS:
         _write()
 
 
@@ -78,7 +79,7 @@ def end() -> None:
 
 
 def _write(has_ended: bool = False) -> None:
-    global _written
+    global _written, _times
     if not _folder:
         return
     import json
@@ -104,7 +105,7 @@ def _write(has_ended: bool = False) -> None:
         with open(f"{_file()}.new", "w") as file:
             file.write(text)
         os.replace(f"{_file()}.new", _file())
-    _written = time.monotonic()
+    _written, _times = time.monotonic(), _times + 1
 
 
 def _rank_by_now() -> "Optional[int]":
