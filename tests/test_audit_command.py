@@ -162,6 +162,11 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     assert result.stdout.count("fired") == 3
     assert "pp_hookfix was switched off by the script" in result.stderr
     assert "torch " in result.stderr
+    off = "import pp_hookfix\npp_hookfix.disable()\nstep(stage())\n"
+    result = audit(sys.executable, script(tmp_path, off))
+    assert len(result.stderr.splitlines()) == 2
+    assert "pp_hookfix was switched off by the script" in result.stderr
+    assert last_words(result) == "pp-hookfix audit: verdict: not known."
     # Nothing built.
     result = audit(sys.executable, script(tmp_path, ""))
     assert result.returncode == 0
@@ -204,7 +209,7 @@ def test_a_torch_without_the_fault(tmp_path: Path) -> None:
     )
     assert result.returncode == 0
     assert "torch 2.15.0 allocates each receive buffer just in time" in result.stderr
-    assert last_words(result).startswith("pp-hookfix audit: nothing needed")
+    assert last_words(result) == "pp-hookfix audit: nothing needed."
     assert json.loads((tmp_path / "report.json").read_text())["needs"] == "nothing"
 
 

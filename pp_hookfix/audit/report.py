@@ -105,13 +105,15 @@ def _notes(noted: list[Noted], began: int) -> Iterator[str]:
         yield f"none of the command's Python processes ({began}) is known to have imported {torch}."
     for state in ("not-needed", "untried", "unsupported", "bypassed"):
         yield from sorted({one["reason"] for one in loaded if one["state"] == state})
-    if any(one["times_off"] for one in loaded):
+    was_off = any(one["times_off"] for one in loaded)
+    if was_off:
         yield (
             "pp_hookfix was switched off by the script (disable()): what ran while it was off "
             "was not looked at."
         )
     seen = [one for one in loaded if one["stages"]]
-    if loaded and not seen and not any(one["state"] == "not-needed" for one in loaded):
+    is_needed = not any(one["state"] == "not-needed" for one in loaded)
+    if loaded and not seen and is_needed and not was_off:
         yield "no pipeline stage was built and ran a step."
     for one in seen:
         rank, step = one["stages"][0]["rank"], max(stage["steps"] for stage in one["stages"])
@@ -153,6 +155,8 @@ def text(report: dict[str, Any]) -> str:
         lines += [f"  {line}" for line in _findings(stages)]
     lines += report["notes"]
     verdict = VERDICTS.get(report["needs"], "verdict: not known.")
+    if report["needs"] == "nothing" and not report["stages"]:
+        verdict = "nothing needed."  # on this torch, whatever the job does
     lines.append(verdict.format(kept=_how_many_kept(report["stages"])))
     return "".join(
         f"{line}\n" if line.startswith(" ") else f"pp-hookfix audit: {line}\n" for line in lines
