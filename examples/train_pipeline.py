@@ -122,7 +122,7 @@ def main() -> int:
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         if rank == 0:
-            schedule.step(window[:, :-1])
+            schedule.step(window[:, :-1].contiguous())
         elif last:
             schedule.step(target=window[:, 1:], losses=losses)
         else:
