@@ -13,7 +13,6 @@ after a tenth of them.
 import gc
 import os
 import sys
-import time
 from typing import Any
 
 import step
@@ -51,14 +50,7 @@ def time_steps(rank: ranks.Rank, steps: int) -> tuple[dict[str, list[float]], li
 
     def train() -> float:
         norms.clear()
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        if rank.rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=target, losses=[])
-        torch.distributed.barrier()
-        return time.perf_counter() - start
+        return step.time_step(rank, schedule, x, target)
 
     taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     objects = []

@@ -55,16 +55,22 @@ def time_steps(rank: ranks.Rank, steps: int) -> dict[str, list[float]]:
                     setattr(hand_edit.BASE, name, edited)
                 elif variant != "stock":
                     pp_hookfix.enable(variant)
-                torch.distributed.barrier()
-                start = time.perf_counter()
-                if rank.rank == 0:
-                    schedule.step(x)
-                else:
-                    schedule.step(target=target, losses=[])
-                torch.distributed.barrier()
+                seconds = time_step(rank, schedule, x, target)
                 if step >= 0:
-                    taken[variant].append(time.perf_counter() - start)
+                    taken[variant].append(seconds)
     return taken
+
+
+def time_step(rank: ranks.Rank, schedule: Any, x: torch.Tensor, target: torch.Tensor) -> float:
+    """Seconds of one step of both ranks."""
+    torch.distributed.barrier()
+    start = time.perf_counter()
+    if rank.rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=target, losses=[])
+    torch.distributed.barrier()
+    return time.perf_counter() - start
 
 
 def measure(steps: int = 40) -> list[table.Row]:

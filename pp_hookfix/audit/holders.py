@@ -103,10 +103,7 @@ class _Search:
         if kind is dict:
             return self._as_dictionary(one, held, depth, seen)
         if kind in (list, tuple, set, frozenset) or hasattr(kind, "popleft"):
-            within = self._holder(one, depth - 1, seen)
-            if within is None:
-                return None
-            return _within(kind.__name__, within)
+            return _within(kind.__name__, self._holder(one, depth - 1, seen))
         if kind is types.CellType:
             for function in gc.get_referrers(one):
                 if type(function) is tuple:
@@ -136,10 +133,7 @@ class _Search:
                 return f"attribute `{name}` of {type(owner).__qualname__}"
         if one.get("__name__") is not None and "__builtins__" in one:  # a script's, under exec
             return f"`{name}` of {one['__name__']}"
-        within = self._holder(one, depth - 1, seen)
-        if within is None:
-            return None
-        return _within("dict", within)
+        return _within("dict", self._holder(one, depth - 1, seen))
 
     def arrays_over(self, tensors: list[torch.Tensor]) -> Iterator[Any]:
         """NumPy arrays, which the collector does not know, but what refers to them it does."""
@@ -218,9 +212,10 @@ def _locals_of_frames() -> Iterator[tuple[int, str]]:
                 yield id(value), f"{kind if is_container else ''}`{name}` {where}"
 
 
-def _within(kind: str, within: str) -> str:
+def _within(kind: str, within: Optional[str]) -> Optional[str]:
     """A container, by the name of what holds it; of several, the outermost is told."""
-    if within.startswith(("list ", "tuple ", "set ", "dict ", "deque ", "OrderedDict ")):
+    containers = ("list ", "tuple ", "set ", "dict ", "deque ", "OrderedDict ")
+    if within is None or within.startswith(containers):
         return within
     return f"{kind} in {within}" if within.startswith(("the ", "a ")) else f"{kind} {within}"
 
