@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pp_hookfix.decision import Status
 
 __all__ = ["disable", "enable", "status"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def status() -> "Status":

@@ -2,6 +2,11 @@
 
 A hang never outlives its time limit: the rank that hangs says what it was
 doing, shows the stacks of its threads and ends, and the others end with it.
+
+torch's elastic launcher was tried in the place of `start`. It ends the others at the first
+failure, before they have shown what they hang in; it redirects their standard output, which
+`verify` reports on as it goes; it takes over the signal handlers of the process that asks; and
+it logs a traceback where a line is due. What it would save is the loop in `_wait`.
 """
 
 import contextlib
