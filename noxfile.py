@@ -23,7 +23,9 @@ def tests(session: nox.Session) -> None:
 def pythons(session: nox.Session, wrapt: str) -> None:
     """The tests that need no torch, on every CPython here and with old and new wrapts."""
     specifier = wrapt if wrapt.startswith(">") else f"=={wrapt}"
-    session.install(".", f"wrapt{specifier}", "pytest>=8", "pytest-timeout>=2.3")
+    session.install(
+        ".", f"wrapt{specifier}", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7"
+    )
     session.run("pytest", *session.posargs)
 
 

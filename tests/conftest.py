@@ -46,6 +46,12 @@ BACKENDS_AND_RANKS = [
 ELSEWHERE = tempfile.mkdtemp(prefix="pp_hookfix-elsewhere-")
 atexit.register(shutil.rmtree, ELSEWHERE, ignore_errors=True)
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest module first, which would else be alone at the end with one worker."""
+    items.sort(key=lambda item: item.path.name != "test_run_upstream.py")
+
+
 # Measured, not asked of the code under test: docs of upstream PR 196463.
 AFFECTED = (2, 4) <= TORCH < (2, 15)
 

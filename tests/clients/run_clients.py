@@ -19,6 +19,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -203,11 +204,14 @@ ENDED_BADLY = ("failure", "error", "skipped")
 
 
 def last_error(log: str) -> str:
-    """The line that a person looks for in a log."""
-    lines = [line.strip() for line in log.splitlines()]
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    """The line that a person looks for in a log: what hung, or the first exception's message."""
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
     hung = [line for line in lines if line.startswith("Timeout (")]
-    return (hung + errors + lines[-1:] + ["it printed nothing"])[0]
+    raised = [match[2] for match in map(EXCEPTION.match, lines) if match]
+    return (hung + raised + lines[-1:] + ["it printed nothing"])[0]
+
+
+EXCEPTION = re.compile(r"(\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
 
 
 def compare(case: Case, python: Path, policies: list[str]) -> dict[str, Any]:
@@ -240,15 +244,21 @@ def under(case: Case, policy: str, python: Path, stock: list[dict[str, Any]]) ->
         ranks = run(case, policy, python)
     except DidNotRun as error:
         return {"failed": str(error)}
-    unit_tests = not case.driver.endswith(".py")
+    return result_of(ranks, stock, policy, unit_tests=not case.driver.endswith(".py"))
+
+
+def result_of(
+    ranks: list[dict[str, Any]], stock: list[dict[str, Any]], policy: str, unit_tests: bool
+) -> dict[str, Any]:
+    """What differs between a run under a policy and the one without the plugin."""
     differs = [
         f"rank {number}: {name}"
         for number, (ours, theirs) in enumerate(zip(ranks, stock))
         for name in differences(ours["kept"], theirs["kept"], in_order=not unit_tests)
     ]
-    patched = unit_tests or all(rank["plugin"] == f"patched {policy}" for rank in ranks)
-    if not patched:
-        differs.append(f"the plugin was {ranks[0]['plugin']}")
+    states = [rank["plugin"] for rank in ranks]
+    if not unit_tests and set(states) != {f"patched {policy}"}:
+        differs.append(f"the plugin was {states[0]}")
     hooks = most_fired(ranks)
     if hooks["fired"] != hooks["registered"]:
         differs.append("hooks pile up, or are lost")
