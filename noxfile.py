@@ -70,10 +70,22 @@ def upstream(session: nox.Session) -> None:
     version = Path(session.posargs[0]).expanduser() / "version.txt"
     if not version.is_file():
         session.error(f"{session.posargs[0]} is no torch source tree: it has no version.txt")
-    release = ".".join(version.read_text().split(".")[:2])
-    session.install(".[test]", f"torch=={release}.*")
+    # As it stands there: 2.12.0a0 in the tree of 2.12.0.
+    release = version.read_text().partition("a")[0].strip()
+    session.install(".[test]", f"torch=={release}")
     whole = ["--record"] if len(session.posargs) == 1 else []
     session.run("python", "tests/upstream/run_upstream.py", *session.posargs, *whole)
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    """torchtitan and NeMo Automodel, trained without the plugin and under each policy.
+
+    `-- CASES` are for some, by a part of their names. An environment is 5 to 8 GB, and removed.
+    """
+    session.install(".[dev]")
+    wheel = built_wheel(session)
+    session.run("python", "tests/clients/run_clients.py", wheel, *session.posargs)
 
 
 @nox.session

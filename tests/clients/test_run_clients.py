@@ -31,7 +31,7 @@ def test_the_same_to_the_last_bit_or_not_and_hooks_that_pile_up() -> None:
         "hooks": {"registered": STEPS, "fired": STEPS},
         "differs": [],
     }
-    assert entry["policies"]["fresh"]["differs"][0] == "rank 1: gradient 0 weight"
+    assert "rank 1: gradient 0 weight" in entry["policies"]["fresh"]["differs"]
     assert not run_clients.is_ok(entry)
     del entry["policies"]["fresh"]
     assert run_clients.is_ok(entry)
