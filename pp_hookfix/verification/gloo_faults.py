@@ -7,8 +7,9 @@ never does. By release:
 - 2.4 - 2.7: ``schedules._batch_p2p`` keeps only the last ``Work`` of a batch, so
   1F1B and the interleaved schedules hang (mended in 2.8, upstream PR 152938).
   Here: wait for every ``Work``.
-- 2.6 - 2.9: ZBVZeroBubble sends to its own rank in each step, which Gloo cannot.
-  Here: ``_PipelineScheduleRuntime`` runs the same order and hands over locally.
+- Any: a stage that sends to its own rank, which NCCL can and Gloo answers with "Pair is
+  not connected". ZBVZeroBubble does so up to 2.9 in each step, and later a schedule of
+  one's own may. Here: such a pair is a copy.
 - 2.9: the handshake between neighbours sends an int64 into a float32 buffer, and
   Gloo aborts the process. From 2.10: the handshake of the V schedules sends to
   its own rank (from 2.12 only that of traced stages). Here: no handshake, which
@@ -16,7 +17,7 @@ never does. By release:
 """
 
 from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -39,26 +40,26 @@ def _batch_p2p(p2p_ops: list[Any], desc: Optional[str] = None) -> Optional[_Work
     return _Works(dist.batch_isend_irecv(p2p_ops)) if p2p_ops else None
 
 
+_exchange = dist.batch_isend_irecv
+
+
+def _batch_isend_irecv(p2p_ops: list[Any]) -> list[Any]:
+    own = [op for op in p2p_ops if op.peer == dist.get_rank()]
+    sends = [op for op in own if op.op is dist.isend]
+    receives = [op for op in own if op.op is dist.irecv]
+    if len(sends) != len(receives):
+        raise RuntimeError("a batch sends to its own rank what it does not receive there")
+    for send, receive in zip(sends, receives):
+        receive.tensor.detach().copy_(send.tensor.detach())
+    others = [op for op in p2p_ops if op.peer != dist.get_rank()]
+    return _exchange(others) if others else []
+
+
 def step_round() -> None:
     """Change torch in this process so that its schedules run over Gloo."""
+    setattr(dist, "batch_isend_irecv", _batch_isend_irecv)  # noqa: B010
     if _RELEASE < (2, 8):
         setattr(torch_schedules, "_batch_p2p", _batch_p2p)  # noqa: B010
     if _RELEASE >= (2, 9):
         base = torch_stage._PipelineStageBase
         setattr(base, "_get_init_p2p_neighbors_ops", lambda self: [])  # noqa: B010
-
-
-def runnable(
-    schedule: Any, stages: list[Any], microbatches: int, loss_fn: Callable[..., torch.Tensor]
-) -> Any:
-    """The schedule itself, or torch's runtime loaded with its order where Gloo needs that."""
-    if not (
-        (2, 6) <= _RELEASE < (2, 10)
-        and type(schedule).__name__ == "ScheduleZBVZeroBubble"
-        and dist.get_backend() == "gloo"
-    ):
-        return schedule
-    runtime = torch_schedules._PipelineScheduleRuntime(stages, microbatches, loss_fn=loss_fn)
-    load = getattr(runtime, "_load_actions", None) or runtime._prepare_schedule_with_comms
-    load(schedule.pipeline_order)
-    return runtime

@@ -77,8 +77,6 @@ def build(
     """
     from torch.distributed.pipelining import schedules as torch_schedules
 
-    from pp_hookfix.verification import gloo_faults
-
     cls = getattr(torch_schedules, f"Schedule{name}")
     layout = LAYOUTS[name]
     if layout.stages_per_rank == 1:
@@ -98,5 +96,4 @@ def build(
             for stage in stages:
                 stage.prev_rank = rank_of_stage[(stage.stage_index - 1) % stage.num_stages]
                 stage.next_rank = rank_of_stage[(stage.stage_index + 1) % stage.num_stages]
-    schedule = cls(stages, microbatches, loss_fn=loss_fn, **kwargs)
-    return gloo_faults.runnable(schedule, stages, microbatches, loss_fn)
+    return cls(stages, microbatches, loss_fn=loss_fn, **kwargs)
