@@ -140,8 +140,8 @@ class State:
         from pp_hookfix.verification import gloo_faults
 
         # What is put in the place of what decides how a test ends on stock torch, too.
-        harness = [gloo_faults.__file__, upstream_on_gloo.__file__, CONFTEST]
-        tests = _digest(sorted((tree / PIPELINING).glob("*.py")) + list(map(Path, harness)))
+        harness = [*map(Path, (gloo_faults.__file__, upstream_on_gloo.__file__)), CONFTEST]
+        tests = _digest([*sorted((tree / PIPELINING).glob("*.py")), *harness])
         key = f"{torch.__version__}-{tests}-{enough_gpus}"
         self.code = _digest(sorted(Path(pp_hookfix.__file__).parent.rglob("*.py")))
         self.path = Path(tempfile.gettempdir(), f"pp_hookfix-upstream-{key}.json")
