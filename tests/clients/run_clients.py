@@ -211,7 +211,7 @@ def last_error(log: str) -> str:
     return (hung + raised + lines[-1:] + ["it printed nothing"])[0]
 
 
-EXCEPTION = re.compile(r"(\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
+EXCEPTION = re.compile(r"(\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
 
 
 def compare(case: Case, python: Path, policies: list[str]) -> dict[str, Any]:

@@ -50,6 +50,18 @@ def test_a_run_that_the_plugin_did_not_come_into_is_no_run_with_it() -> None:
     assert result["differs"] == ["the plugin was None", "hooks pile up, or are lost"]
 
 
+def test_the_line_that_tells_why_a_run_failed() -> None:
+    log = """Error running lspci: not found
+    raise ValueError("no")
+[rank1]: torch.some.OutOfMemoryError: no more
+ChildFailedError:
+"""
+    assert run_clients.last_error(log) == "torch.some.OutOfMemoryError: no more"
+    assert run_clients.last_error(log + "Timeout (0:00:10)!\n") == "Timeout (0:00:10)!"
+    assert run_clients.last_error("killed\n\n") == "killed"
+    assert run_clients.last_error("") == "it printed nothing"
+
+
 def test_more_or_other_values_differ() -> None:
     one, other = ["loss", "float 1"], ["loss", "float 2"]
     assert run_clients.differences([one], [one], in_order=True) == []
