@@ -65,8 +65,10 @@ class Case(NamedTuple):
 
 
 TITAN = Client("torchtitan==0.3.0", "2.14.1", ("pytest", "expecttest"))
-TITAN_2_13 = Client("torchtitan==0.3.0", "2.13.0")
+# It imports triton, which a CPU build of torch does not bring.
+TITAN_2_13 = Client("torchtitan==0.3.0", "2.13.0", ("triton",))
 AUTOMODEL = Client("nemo-automodel==0.7.0", "2.13.0")
+LENGTHS = "1F1B, changing lengths, validation with fewer microbatches"
 UNIT_TESTS = "torchtitan.experiments.graph_trainer.tests"
 
 
@@ -98,20 +100,15 @@ CASES = [
     titan("graph_pp: Interleaved1F1B", schedule="Interleaved1F1B", graph_pp=True),
     Case("graph_pp: its unit tests", TITAN, f"{UNIT_TESTS}.test_graph_pp_runner"),
     titan("Interleaved1F1B", TITAN_2_13, schedule="Interleaved1F1B"),
-    automodel("1F1B, lengths that change, validation"),
-    automodel("1F1B, lengths that change, validation, buffer pool", pool=2),
+    automodel(LENGTHS),
+    automodel(f"{LENGTHS}, buffer pool", pool=2),
+    automodel(f"{LENGTHS}, plugin after the stages", imports_itself=True),
+    automodel(f"{LENGTHS}, plugin after the stages and the pool", imports_itself=True, pool=2),
     automodel(
-        "1F1B, lengths that change, validation, the plugin after the stages", imports_itself=True
-    ),
-    automodel(
-        "1F1B, lengths that change, validation, the plugin after the stages and the pool",
-        imports_itself=True,
-        pool=2,
-    ),
-    automodel(
-        "Interleaved1F1B, lengths that change, validation",
+        "Interleaved1F1B, changing lengths, validation",
         schedule="interleaved1f1b",
         layers_per_stage=1,
+        validation_microbatches=8,
     ),
 ]
 

@@ -66,6 +66,7 @@ class Job:
             pp_recv_buffer_pool="pool" in options,
             pp_recv_buffer_pool_slack=options.get("pool", 2),
         ).build(LlamaForCausalLM(config), loss_fn=loss_of)
+        self.validation_microbatches = options.get("validation_microbatches", 4)
         self.modules = self.pipeline.parts
         self.optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in self.modules]
         self.recorder = Recorder()
@@ -79,13 +80,13 @@ class Job:
         self._keep("loss", losses)
 
     def validate(self, length: int) -> None:
-        """With half of the microbatches of a training step."""
+        """With fewer microbatches than a step has, where the schedule takes any number."""
         schedule: Any = self.pipeline.info.schedule
-        tokens, target = batch(length, BATCH // 2)
+        tokens, target = batch(length, self.validation_microbatches * BATCH // MICROBATCHES)
         losses = self._losses()
         self.pipeline.update_seq_len(length)
         arguments = (tokens,) if self.pipeline.info.has_first_stage else ()
-        schedule._n_microbatches = MICROBATCHES // 2
+        schedule._n_microbatches = self.validation_microbatches
         with torch.no_grad():
             schedule.eval(*arguments, target=None if losses is None else target, losses=losses)
         schedule._n_microbatches = MICROBATCHES
