@@ -218,6 +218,8 @@ class Runner:
         self.limit = limit
         # Else the last line of a failure is that hint.
         self.environment = {**os.environ, "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
+        # Ranks share the cores of one machine, as under torchrun, which sets the same.
+        self.environment.setdefault("OMP_NUM_THREADS", "1")
         if not enough_gpus:
             self.environment["CUDA_VISIBLE_DEVICES"] = ""
         self.states: set[str] = set()
