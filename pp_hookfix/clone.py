@@ -6,8 +6,6 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.weak import TensorWeakRef
 
-from pp_hookfix.detach import alias_activations
-
 # Gradients that were looked at before their backward, by stage and microbatch: weak references
 # to an output of their forward, by which they are known, and to the copies handed out.
 _looked_at: "WeakKeyDictionary[Any, dict[int, list[TensorWeakRef]]]" = WeakKeyDictionary()
@@ -16,9 +14,7 @@ _looked_at: "WeakKeyDictionary[Any, dict[int, list[TensorWeakRef]]]" = WeakKeyDi
 def copy_activations(stage: Any, activations: Any, args: Any, kwargs: Any) -> Any:
     """After ``_retrieve_recv_activations(fwd_chunk_id)``."""
     (microbatch,) = args or kwargs.values()
-    copied = _copied(stage, activations, stage.args_recv_info[microbatch])
-    # What a neighbour on the same rank handed over: its `.grad` ends with the step, too.
-    return alias_activations(stage, copied, args, kwargs)
+    return _copied(activations, stage.args_recv_info[microbatch])
 
 
 def copy_gradients(stage: Any, gradients: Any, args: Any, kwargs: Any) -> Any:
@@ -40,7 +36,7 @@ def copy_gradients(stage: Any, gradients: Any, args: Any, kwargs: Any) -> Any:
         copies = iter(alive[1:])
         copied = [None if gradient is None else next(copies) for gradient in gradients]
     else:
-        copied = _copied(stage, gradients, stage.grad_recv_info[microbatch])
+        copied = _copied(gradients, stage.grad_recv_info[microbatch])
     if forwarded is not None:
         looked_at[microbatch] = [
             TensorWeakRef(tensor) for tensor in (forwarded[0][0], *copied) if tensor is not None
@@ -48,25 +44,27 @@ def copy_gradients(stage: Any, gradients: Any, args: Any, kwargs: Any) -> Any:
     return type(gradients)(copied)
 
 
-def _copied(stage: Any, tensors: Any, recv_infos: Iterable[Any]) -> Any:
+def _copied(tensors: Any, recv_infos: Iterable[Any]) -> Any:
     """A leaf with its own data for each that has the memory of a receive buffer.
 
-    A DTensor that torch builds around one has. What a V schedule's neighbour on the
-    same rank hands over is a new tensor each time, and no receive buffer.
+    A DTensor that torch builds around one has. So has what a V schedule's neighbour on the
+    same rank hands over: a new tensor each time where the schedule's runtime does it, but from
+    2.13 on zeroed in place where a gradient is missing; and a schedule that sends to its own
+    rank (ZBVZeroBubble up to 2.9) receives it into the same buffer again.
     """
-    rank_of_stage = stage.stage_index_to_group_rank
-    memory = {
-        info.buffer.data_ptr()
-        for info in recv_infos
-        if getattr(info, "buffer", None) is not None
-        and rank_of_stage[info.source] != rank_of_stage[stage.stage_index]
-    }
+    buffers = [getattr(info, "buffer", None) for info in recv_infos]
+    memory = {_address(buffer) for buffer in buffers if buffer is not None}
     return type(tensors)(
         # `clone` keeps the strides.
         [
             tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            if tensor is not None and getattr(tensor, "_local_tensor", tensor).data_ptr() in memory
+            if tensor is not None and _address(tensor) in memory
             else tensor
             for tensor in tensors
         ]
     )
+
+
+def _address(tensor: Any) -> int:
+    address: int = getattr(tensor, "_local_tensor", tensor).data_ptr()
+    return address

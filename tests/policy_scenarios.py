@@ -1,5 +1,6 @@
 """What the ranks of test_policies.py run, all within one spawn."""
 
+import functools
 import itertools
 import json
 import time
@@ -19,6 +20,7 @@ from pp_hookfix.verification.ranks import Rank
 from pp_hookfix.verification.training import FEATURES, ROWS, InputHooks, Record
 
 STEPS = 4
+MICROBATCHES = 4
 
 
 class Watch(InputHooks):
@@ -28,9 +30,10 @@ class Watch(InputHooks):
     into the class.
     """
 
-    def __init__(self, stage: Any, record: Record) -> None:
+    def __init__(self, stage: Any, record: Record, hands_over: bool = True) -> None:
         super().__init__(stage, record)
         self.stage = stage
+        self.hands_over = hands_over
         self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.retained: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -71,10 +74,10 @@ class Watch(InputHooks):
         )
 
     def _turns(self, neighbour: int) -> bool:
-        """Whether the stage before (-1) or after (1) is on this rank, too."""
+        """Whether the stage before (-1) or after (1) hands over on this rank."""
         ranks: dict[int, int] = self.stage.stage_index_to_group_rank
         index = self.stage.stage_index
-        return ranks.get(index + neighbour) == ranks[index]
+        return self.hands_over and ranks.get(index + neighbour) == ranks[index]
 
     def _meet(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         super()._meet(module, inputs)
@@ -115,7 +118,8 @@ def watched(rank: Rank, name: str, policy: Optional[str], stock: Record) -> dict
     microbatches = schedules.microbatches_of(name, rank.ranks, 4)
     stages = training.make_stages(name, rank.rank, rank.ranks, rank.device)
     schedule = schedules.build(name, stages, microbatches, training.summed_error)
-    record = training.run_steps(schedule, stages, STEPS, microbatches, rank.device, Watch)
+    watch_stage = functools.partial(Watch, hands_over=scenarios.hands_over(name))
+    record = training.run_steps(schedule, stages, STEPS, microbatches, rank.device, watch_stage)
     return {
         "microbatches": microbatches,
         "equal": scenarios.equal(stock, record),
@@ -245,26 +249,42 @@ class NoGradientBack(torch.nn.Module):
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        without = self.calls // MICROBATCHES % 2
         self.calls += 1
-        return self.inner(x.detach() if self.calls % 2 else x)  # type: ignore[no-any-return]
+        return self.inner(x.detach() if without else x)  # type: ignore[no-any-return]
+
+
+def _keep_gradient(kept: Any, module: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.register_hook(lambda gradient: kept.append((gradient, gradient.clone())))
 
 
 def missing_gradients(rank: Rank) -> Optional[dict[str, Any]]:
-    """A V schedule's turn hands no gradient over in some microbatches (2.13 and later)."""
+    """A V schedule's turn hands no gradient over in every other step (2.13 and later).
+
+    The stage before it keeps those that it was handed.
+    """
     if TORCH < (2, 13):
         return None
     results: dict[str, Any] = {}
     stock: Optional[Record] = None
     for policy in (None, *POLICIES):
         switch(policy or False)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        keep = functools.partial(_keep_gradient, kept)
         stages = training.make_stages("ZBVZeroBubble", rank.rank, rank.ranks, rank.device)
         for stage in stages:
             if stage.stage_index == rank.ranks:
                 stage.submod = NoGradientBack(stage.submod)
-        schedule = schedules.build("ZBVZeroBubble", stages, 4, training.summed_error)
-        record = training.run_steps(schedule, stages, STEPS, 4, rank.device, hooks=None)
+            if stage.stage_index == rank.ranks - 1:
+                stage.submod.register_forward_hook(keep)
+        schedule = schedules.build("ZBVZeroBubble", stages, MICROBATCHES, training.summed_error)
+        record = training.run_steps(schedule, stages, STEPS, MICROBATCHES, rank.device, hooks=None)
         stock = stock or record
-        results[str(policy)] = scenarios.equal(stock, record)
+        results[str(policy)] = {
+            "equal": scenarios.equal(stock, record),
+            "kept": len(kept),
+            "overwritten": overwritten(kept),
+        }
     return results
 
 

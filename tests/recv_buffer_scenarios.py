@@ -31,6 +31,15 @@ if inspect.signature(PipelineStage).parameters["input_args"].default is inspect.
     FRONTENDS.remove("inferred")  # 2.4 and 2.5 want example tensors
 
 
+def hands_over(name: str) -> bool:
+    """Whether neighbours on one rank hand each other tensors, and send nothing to themselves.
+
+    ZBVZeroBubble sends to its own rank up to torch 2.9.
+    """
+    sends = name == "ZBVZeroBubble" and TORCH < (2, 10)
+    return schedules.LAYOUTS[name].v_shaped and not sends
+
+
 def switch(fixed: Union[bool, str]) -> None:
     """For what follows: stock torch (False), the default policy (True), or a policy by name."""
     os.environ.pop(AUDIT_VARIABLE, None)

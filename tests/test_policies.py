@@ -180,7 +180,11 @@ def test_gradients_that_do_not_exist(seen: list[dict[str, Any]], policy: str) ->
     if seen[0]["missing_gradients"] is None:
         pytest.skip("a missing gradient is a zero one from torch 2.13 on")
     for results in seen:
-        assert results["missing_gradients"][policy] == EQUAL
+        found = results["missing_gradients"][policy]
+        assert found["equal"] == EQUAL
+        # Zeroed in place, in every other step, where they are not handed over.
+        assert found["overwritten"] == (found["kept"] // 2 if policy == "detach" else 0)
+    assert seen[-1]["missing_gradients"][policy]["kept"] == scenarios.MICROBATCHES * STEPS
 
 
 def test_every_policy_after_every_other(seen: list[dict[str, Any]]) -> None:

@@ -37,8 +37,8 @@ def stages(seen: list[dict[str, Any]], pipeline: str) -> list[tuple[int, int, An
 
 
 def fed_by_its_own_rank(name: str, stage: int, ranks: int) -> bool:
-    """A V schedule's stage at the turn gets a new tensor each time, in every release."""
-    return schedules.LAYOUTS[name].v_shaped and stage == ranks
+    """The stage at a V schedule's turn, where it is handed a new tensor each time."""
+    return scenarios.hands_over(name) and stage == ranks
 
 
 def piled_up(per_step: int) -> list[int]:

@@ -50,7 +50,8 @@ def _batch_isend_irecv(p2p_ops: list[Any]) -> list[Any]:
     if len(sends) != len(receives):
         raise RuntimeError("a batch sends to its own rank what it does not receive there")
     for send, receive in zip(sends, receives):
-        receive.tensor.detach().copy_(send.tensor.detach())
+        # By `.data`: as unseen by autograd as what a backend writes.
+        receive.tensor.data.copy_(send.tensor.data)
     others = [op for op in p2p_ops if op.peer != dist.get_rank()]
     return _exchange(others) if others else []
 
