@@ -10,9 +10,12 @@ import pytest
 import run_clients
 from conftest import AFFECTED, TORCH, python
 
+from pp_hookfix.policies import POLICIES
+
 pytestmark = pytest.mark.skipif(not TORCH, reason="there is no torch here")
 affected = pytest.mark.skipif(not AFFECTED, reason="nothing piles up on this torch")
 CLIENT = run_clients.Client("none", "any")
+ONE = run_clients.Case("one", CLIENT, "train_stand_in.py")
 STEPS = [4, 4, 4]
 
 
@@ -32,9 +35,9 @@ def test_the_same_to_the_last_bit_or_not_and_hooks_that_pile_up() -> None:
         "differs": [],
     }
     assert "rank 1: gradient 0 weight" in entry["policies"]["fresh"]["differs"]
-    assert not run_clients.is_ok(entry)
+    assert not run_clients.is_ok(ONE, entry)
     del entry["policies"]["fresh"]
-    assert run_clients.is_ok(entry)
+    assert run_clients.is_ok(ONE, entry)
 
 
 @affected
@@ -74,7 +77,9 @@ def test_what_fails_without_the_plugin_is_not_compared(capsys: pytest.CaptureFix
     entry = compared("train_stand_in.py", "detach", raises="no such layer")
     assert entry["not_compared"] == "ValueError: no such layer"
     assert "policies" not in entry
-    assert run_clients.is_ok(entry)
+    # Nothing was compared, which is no success but where it is known.
+    assert not run_clients.is_ok(ONE, entry)
+    assert run_clients.is_ok(ONE._replace(fails_on_stock=True), entry)
     assert "no such layer" in capsys.readouterr().err
 
 
@@ -96,10 +101,11 @@ def test_the_page_is_made_from_the_record(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_every_case_is_in_the_record_and_none_differs() -> None:
     record = json.loads((clients_table.DOCS / "clients.json").read_text())
-    assert set(record) == {f"{case.client}: {case.name}" for case in run_clients.CASES}
+    cases = {f"{case.client}: {case.name}": case for case in run_clients.CASES}
+    assert set(record) == set(cases)
     for name, entry in record.items():
-        assert run_clients.is_ok(entry), name
-        assert "not_compared" in entry or set(entry["policies"]) == set(run_clients.POLICIES)
+        assert run_clients.is_ok(cases[name], entry), name
+        assert "not_compared" in entry or set(entry["policies"]) == set(POLICIES)
 
 
 def test_a_typo_is_a_usage_error_that_says_what_there_is() -> None:
