@@ -85,7 +85,6 @@ class Recorder:
             "kept": self.kept,
             "hooks": {stage: [hooked[:-1], self.fired[stage][:-1]] for stage, hooked in hooks},
             "plugin": status and f"{status.state} {status.policy}",
-            "torch": str(torch.__version__),
         }
         rank = torch.distributed.get_rank()
         Path(folder, f"rank-{rank}.json").write_text(json.dumps(record))

@@ -66,6 +66,10 @@ class Case(NamedTuple):
     fails_on_stock: bool = False
     """A fault of the framework or of torch: nothing to compare, and no failure of this run."""
 
+    @property
+    def is_unit_tests(self) -> bool:
+        return not self.driver.endswith(".py")
+
 
 TITAN = Client("torchtitan==0.3.0", "2.14.1", ("pytest", "expecttest"))
 # It imports triton, which a CPU build of torch does not bring.
@@ -145,8 +149,7 @@ def run(case: Case, policy: Optional[str], python: Path) -> list[dict[str, Any]]
     if policy is None or case.imports_itself:
         with_plugin = []
         options["imports"] = policy if case.imports_itself else None
-    unit_tests = not case.driver.endswith(".py")
-    if unit_tests:
+    if case.is_unit_tests:
         command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", case.driver]
         command += [f"--junitxml={folder / 'junit.xml'}"]
     else:
@@ -174,7 +177,7 @@ def run(case: Case, policy: Optional[str], python: Path) -> list[dict[str, Any]]
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-        if unit_tests:
+        if case.is_unit_tests:
             return [tests_of(folder / "junit.xml")]
         if exit_status:
             raise DidNotRun(last_error(log.read_text()))
@@ -230,7 +233,7 @@ def compare(case: Case, python: Path, policies: list[str]) -> dict[str, Any]:
     except DidNotRun as error:
         print(f"not compared: {error}", flush=True)
         return {**entry, "not_compared": str(error)}
-    entry["unit"] = "values" if case.driver.endswith(".py") else "tests"
+    entry["unit"] = "tests" if case.is_unit_tests else "values"
     entry["compared"] = sum(len(rank["kept"]) for rank in stock)
     entry["without"] = {"hooks": most_fired(stock)}
     entry["policies"] = {}
@@ -246,7 +249,7 @@ def under(case: Case, policy: str, python: Path, stock: list[dict[str, Any]]) ->
         ranks = run(case, policy, python)
     except DidNotRun as error:
         return {"failed": str(error)}
-    return result_of(ranks, stock, policy, unit_tests=not case.driver.endswith(".py"))
+    return result_of(ranks, stock, policy, case.is_unit_tests)
 
 
 def result_of(
@@ -261,10 +264,9 @@ def result_of(
     states = [rank["plugin"] for rank in ranks]
     if not unit_tests and set(states) != {f"patched {policy}"}:
         differs.append(f"the plugin was {states[0]}")
-    hooks = most_fired(ranks)
-    if hooks["fired"] != hooks["registered"]:
+    if any(registered != fired for rank in ranks for registered, fired in rank["hooks"].values()):
         differs.append("hooks pile up, or are lost")
-    return {"hooks": hooks, "differs": differs[:20]}
+    return {"hooks": most_fired(ranks), "differs": differs[:20]}
 
 
 def differences(ours: list[Any], theirs: list[Any], in_order: bool) -> list[str]:

@@ -65,7 +65,7 @@ def configured(case: dict[str, Any], folder: Path) -> Any:
     config.dump_folder = str(folder / "dump")
     config.debug.seed = 5
     config.debug.deterministic = True
-    config.training.steps = case.get("steps", 5)
+    config.training.steps = 5
     config.training.seq_len = 64
     config.training.local_batch_size = 4
     config.training.global_batch_size = 4 * case.get("accumulation", 1)
