@@ -37,6 +37,6 @@ def status() -> "Status":
 
 activate()
 if request.is_audited():
-    from pp_hookfix.audit import notes
+    from pp_hookfix.audit import process_record
 
-    notes.begin()
+    process_record.begin()

@@ -250,7 +250,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     command = _command_below_us(arguments)
     if arguments.json is not None:
         try:
-            open(arguments.json, "w").close()
+            open(arguments.json, "w", encoding="utf-8").close()
         except OSError as error:
             arguments.error(f"{arguments.json} cannot be written: {error.strerror}")
     folder = tempfile.mkdtemp(prefix="pp_hookfix-audit-")
@@ -268,7 +268,8 @@ def _audit(arguments: argparse.Namespace) -> int:
         sys.stderr.flush()
     if arguments.json is not None:
         try:
-            Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+            text = json.dumps(found, indent=1) + "\n"
+            Path(arguments.json).write_text(text, encoding="utf-8")
         except OSError as error:
             print(f"pp-hookfix audit: {arguments.json}: {error.strerror}", file=sys.stderr)
     return launch.end_like(ended)

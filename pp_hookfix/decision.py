@@ -10,7 +10,7 @@ from collections.abc import Container
 from types import ModuleType
 from typing import Any, Callable, NamedTuple, Optional
 
-from pp_hookfix.policies import ALL
+from pp_hookfix.policies import ALL, AUDIT
 
 # Affected: FIRST_AFFECTED <= torch < FIRST_FIXED. A version tells the two ends
 # apart only for releases; see `decide` for nightly and vendor builds.
@@ -84,6 +84,11 @@ def _judge(torch_version: str, stage_module: ModuleType, policy: str) -> tuple[s
         return "unsupported", (
             f"torch {torch_version} is left untouched and its stages keep their "
             f"receive buffers: policy {policy} needs {'; '.join(missing)}."
+        )
+    if policy == AUDIT:
+        return "patched", (
+            f"torch {torch_version} hands stages their persistent receive buffers, and "
+            "`pp-hookfix audit` looks at what becomes of them: nothing is handed out instead."
         )
     return "patched", (
         f"torch {torch_version} would hand stages their persistent receive buffers; "

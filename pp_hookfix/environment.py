@@ -15,19 +15,18 @@ from typing import NamedTuple, Optional
 
 from pp_hookfix.request import ENVIRONMENT_VARIABLE
 
+_MARK = "# Written by `pp-hookfix activate`. `pp-hookfix deactivate` removes it."
 _CODE = """\
+import sys
+sys.path += {folders!r}
 try:
  import pp_hookfix
 except ModuleNotFoundError as error:
  if error.name != 'pp_hookfix': raise
-"""
-# One line: `site` runs lines. After an uninstallation, interpreters start as before.
-CONTENT = f"""\
-# Written by `pp-hookfix activate`. `pp-hookfix deactivate` removes it.
-import sys; exec({_CODE!r})
+finally:
+ del sys.path[len(sys.path) - {number}:]
 """
 _ANSWER = "pp_hookfix: "
-_MARK = CONTENT.splitlines()[0]
 
 
 class CannotWrite(Exception):
@@ -64,7 +63,7 @@ def new_python() -> NewPython:
     )
     # From elsewhere: its own folder comes first on the path of `python -c`.
     command = [sys.executable, "-c", show]
-    out = subprocess.check_output(command, text=True, cwd=sys.prefix)
+    out = subprocess.check_output(command, encoding="utf-8", errors="replace", cwd=sys.prefix)
     # What runs at its start may print, too.
     (answer,) = (line for line in out.splitlines() if line.startswith(_ANSWER))
     by, policy, runs = json.loads(answer[len(_ANSWER) :])
@@ -110,6 +109,19 @@ def _named(by: str) -> str:
     return by
 
 
+def content() -> str:
+    """What that file says. After an uninstallation, interpreters start as before.
+
+    A virtual environment that has another's packages, too (``--system-site-packages``), runs its
+    own files before those are on the path: there, the file says where pp_hookfix lies.
+    """
+    here = str(Path(__file__).parents[1])
+    folders = [] if here in map(sysconfig.get_path, ("purelib", "platlib")) else [here]
+    code = _CODE.format(folders=folders, number=len(folders))
+    # One line: `site` runs lines.
+    return f"{_MARK}\nimport sys; exec({code!a})\n"
+
+
 def file() -> Path:
     """What `activate` writes."""
     return Path(sysconfig.get_path("purelib"), "pp_hookfix_activate.pth")
@@ -125,7 +137,7 @@ def activate() -> NewPython:
     path = file()
     _is_ours(path)
     try:
-        path.write_text(CONTENT)
+        path.write_text(content(), encoding="utf-8")
     except OSError as error:
         raise CannotWrite(f"{path} cannot be written: {error.strerror}") from error
     new = new_python()
@@ -157,6 +169,6 @@ def _is_ours(path: Path) -> bool:
     """Whether the file is there."""
     if not path.is_file():
         return False
-    if not path.read_text(errors="replace").startswith(_MARK):
+    if not path.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
         raise CannotWrite(f"{path} is there and was not written by pp-hookfix: it stays as it is")
     return True

@@ -45,7 +45,7 @@ def _fingerprint(method: Any) -> str:
 
 def tried_as(stage_module: ModuleType, policy: str) -> list[str]:
     """The releases, of those that were tried, whose methods `policy` finds here."""
-    recorded: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text())
+    recorded: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text(encoding="utf-8"))
     found: Optional[set[str]] = None
     for method, fingerprint in fingerprints(stage_module).items():
         if method.partition(".")[2] in ALL[policy].methods:

@@ -67,16 +67,21 @@ POLICIES = {
     ),
 }
 DEFAULT = "detach"
-# Of the command `pp-hookfix audit`, which hands out what `detach` does and looks at it.
+# Of the command `pp-hookfix audit`, which hands out what torch does and looks at it.
 AUDIT = "audit"
 ALL = {
     **POLICIES,
     AUDIT: Policy(
         {
-            "clear_runtime_states": Around(after="audit.watch.begin_step"),
-            "_get_recv_ops": Around("audit.watch.before_receive"),
-            "_retrieve_recv_activations": Around(after="audit.watch.hand_out_activations"),
-            "_retrieve_recv_grads": Around(after="audit.watch.hand_out_gradients"),
+            "clear_runtime_states": Around(
+                "audit.hand_outs.end_step", "audit.hand_outs.begin_step"
+            ),
+            "_get_recv_ops": Around("audit.hand_outs.before_receive"),
+            "_retrieve_recv_activations": Around(after="audit.hand_outs.hand_out_activations"),
+            "_retrieve_recv_grads": Around(after="audit.hand_outs.hand_out_gradients"),
+            "backward_one_chunk": Around(
+                "audit.hand_outs.begin_backward", "audit.hand_outs.end_backward"
+            ),
         },
     ),
 }

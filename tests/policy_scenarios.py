@@ -13,7 +13,7 @@ from conftest import TORCH
 from recv_buffer_scenarios import FRONTENDS, Traced, leaks, seeded_module, switch
 
 import pp_hookfix
-from pp_hookfix.audit import watch
+from pp_hookfix.audit import hand_outs
 from pp_hookfix.policies import AUDIT, POLICIES
 from pp_hookfix.verification import schedules, training
 from pp_hookfix.verification.ranks import Rank
@@ -207,7 +207,7 @@ def dtensor_boundaries(rank: Rank) -> Optional[dict[str, Any]]:
     stock: Optional[Record] = None
     for policy in (None, *POLICIES, AUDIT):
         switch(policy or False)
-        watch.forget()
+        hand_outs.forget()
         module = SendsDTensor(
             seeded_module(rank, rank.rank), mesh, last=rank.rank == rank.ranks - 1
         )
@@ -235,7 +235,7 @@ def dtensor_boundaries(rank: Rank) -> Optional[dict[str, Any]]:
             "kept": len(kept),
             "overwritten": overwritten(kept),
             "equal": scenarios.equal(stock, record),
-            "found": watch.document(),
+            "found": hand_outs.document(),
         }
     return results
 

@@ -31,9 +31,11 @@ def stage():
     made.fwd_cache, made.output_chunks = {}, []
     return made
 
-def step(stage):
+def step(stage, kept=None):
     stage.clear_runtime_states()
     (x,) = stage._retrieve_recv_activations(0)
+    if kept is not None:
+        kept.append(x)
     x.register_hook(lambda gradient: print("fired", flush=True))
     (x * 2).sum().backward()
 
@@ -61,7 +63,8 @@ def test_the_example(tmp_path: Path, keeps: bool) -> None:
     report = tmp_path / "report.json"
     result = audit("--json", str(report), *command, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert re.findall(r"stage 0-1: (\d+) gradients", result.stdout) == ["4", "4", "4"]
+    # It is the job of stock torch.
+    assert re.findall(r"stage 0-1: (\d+) gradients", result.stdout) == ["4", "8", "12"]
     document = json.loads(report.read_text())
     assert (document["ranks"], document["steps"], document["runs"]) == (2, 3, 1)
     assert document["needs"] == ("clone or fresh" if keeps else "detach")
@@ -106,6 +109,43 @@ def test_a_restart_counts_by_itself(tmp_path: Path) -> None:
     assert document["notes"] == []
     assert "run 1 of 2, 2 steps:" in result.stderr
     assert "run 2 of 2, 5 steps:" in result.stderr
+
+
+@pytest.mark.skipif(not AFFECTED, reason="no persistent receive buffers")
+def test_a_pipeline_built_anew_for_each_step(tmp_path: Path) -> None:
+    # Each buffer goes with its stage: nothing piles up, and nothing is overwritten.
+    job = script(tmp_path, "kept = []\nfor _ in range(4):\n    step(stage(), kept)\n")
+    report = tmp_path / "report.json"
+    result = audit("--json", str(report), sys.executable, job)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("fired") == 4
+    document = json.loads(report.read_text())
+    assert (document["needs"], document["notes"]) == ("nothing", [])
+    assert all(stage["hooks"] == stage["kept_inputs"] == [] for stage in document["stages"])
+    # In one step alone there was no later one to see.
+    result = audit("--json", str(report), sys.executable, script(tmp_path, "step(stage(), [])\n"))
+    document = json.loads(report.read_text())
+    assert document["needs"] is None
+    assert "only one step was seen" in document["notes"][0]
+    assert last_words(result) == "pp-hookfix audit: verdict: not known."
+
+
+@pytest.mark.skipif(not AFFECTED, reason="no persistent receive buffers")
+def test_a_hook_that_changes_the_gradient_is_told(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    source = EXAMPLE.read_text(encoding="utf-8")
+    registers = "x.register_hook(lambda grad: self.boundary_norms.append(grad.norm().item()))"
+    assert source.count(registers) == 1
+    halves = "x.register_hook(lambda grad: grad * 0.5)"
+    job.write_text(source.replace(registers, halves), encoding="utf-8")
+    stock = python(*TORCHRUN[1:], str(job), "--steps", "3")
+    result = audit(*TORCHRUN, str(job), "--steps", "3")
+    assert result.returncode == 0, result.stderr
+    losses = re.findall(r"loss (\S+)", stock.stdout)
+    assert len(losses) == 3
+    assert re.findall(r"loss (\S+)", result.stdout) == losses
+    assert "it changes the gradient, and stock torch applies it again" in result.stderr
+    assert "your gradients are wrong, and so are those of this run" in result.stderr
 
 
 @pytest.mark.skipif(not AFFECTED, reason="no persistent receive buffers")
@@ -159,7 +199,7 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
         ),
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("fired") == 3
+    assert result.stdout.count("fired") == 1 + 2 + 3
     assert "pp_hookfix was switched off by the script" in result.stderr
     assert "torch " in result.stderr
     off = "import pp_hookfix\npp_hookfix.disable()\nstep(stage())\n"

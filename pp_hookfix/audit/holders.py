@@ -1,177 +1,211 @@
-"""Who holds a tensor, as well as the garbage collector can tell."""
+"""Who holds a tensor, in words by which a person finds it."""
 
+import contextlib
 import functools
 import gc
 import os
 import sys
+import threading
 import types
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
-_DEPTH = 8  # containers within containers
+_DEPTH = 12  # containers within containers
 _NODES = 20_000  # of a graph
-UNKNOWN = "something that Python's garbage collector does not know"
+UNKNOWN = "something that Python does not show"
 
 
-def of(storage: int, reference: Any) -> Optional[str]:
-    """Say in words who keeps memory alive.
+class Holder(NamedTuple):
+    """A place that has a name, and the container there in which the tensor is."""
+
+    place: str
+    container: str = ""
+
+    def __str__(self) -> str:
+        is_phrase = self.place.startswith(("the ", "a ")) or " of " in self.container
+        joint = " in " if is_phrase else " "
+        return f"{self.container}{joint}{self.place}" if self.container else self.place
+
+
+def of(tensor: torch.Tensor, in_graph: bool, but: set[int]) -> Optional[str]:
+    """Say in words who keeps a tensor or its memory.
 
     Args:
-        storage: the address of a storage, as ``untyped_storage()._cdata`` is.
-        reference: a weak reference to the tensor that a stage was handed, which need not live.
+        tensor: a receive buffer, which a stage was handed.
+        in_graph: whether it can be one that saved it for its backward.
+        but: the ``id`` of objects that are known to hold it.
 
     Returns:
-        For example ``list `saved` in a frame of /job/train.py:31 main``; None where torch
-        itself does, and nobody else.
+        For example ``list `saved` in a frame of /job/train.py:31 main``; None where torch's
+        own receive descriptors do, and nobody else.
     """
-    search = _Search()
+    search = _Search(but)
     try:
-        said = _said(search, storage, reference) or UNKNOWN
+        return search.said_of(tensor, in_graph)
     finally:
         # It holds every object, itself among them.
-        search.objects.clear()
-        search.tensors.clear()
-    # torch hands a gradient on between stages of one rank, which may be what it received.
-    return None if said == "attribute `buffer` of _RecvInfo" else said
-
-
-def _said(search: "_Search", storage: int, reference: Any) -> Optional[str]:
-    tensors = [one for one in search.tensors if _storage_of(one) == storage]
-    said = search.who(tensors)
-    if said is None:
-        arrays = list(search.arrays_over(tensors))
-        said = search.who(arrays)
-        if said is not None:
-            said = f"NumPy array in {said}"
-    if said is None:
-        said = search.graph_of(reference())
-    return said
-
-
-def _storage_of(tensor: torch.Tensor) -> Optional[int]:
-    try:
-        address: int = tensor.untyped_storage()._cdata
-    except Exception:  # a tensor of another kind: fake, sparse, functional, ...
-        return None
-    return address
+        vars(search).clear()
 
 
 class _Search:
     """One look over all objects of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, but: set[int]) -> None:
         self.objects = gc.get_objects()
         # By the exact type: a proxy's class seems to be that of what it stands for.
         self.tensors = [one for one in self.objects if issubclass(type(one), torch.Tensor)]
-        self.named = dict(_locals_of_frames())
-        self.ours = {id(self.objects), id(self.tensors), id(self.named), id(self.__dict__)}
+        self.descriptors = [one for one in self.objects if type(one).__name__ == "_RecvInfo"]
+        self.locals = dict(_locals_of_frames())
+        self.arrays: list[Any] = []
+        self.ours = {*but, *map(id, self.descriptors), *map(id, map(vars, self.descriptors))}
+        self.ours |= {id(vars(self)), *map(id, vars(self).values())}
 
-    def who(self, found: list[Any]) -> Optional[str]:
-        """Who holds any of `found`; the first that has a name, torch's own last."""
+    def said_of(self, tensor: torch.Tensor, in_graph: bool) -> Optional[str]:
+        memory = tensor.untyped_storage()
+        over = [one for one in self.tensors if _storage_of(one) == memory._cdata]
+        over += [one for one in self.objects if one is memory]
+        found = self.holder_of_any(over)
+        if found is None:
+            self._look_into_arrays()
+            over += [one for one in self.arrays if _is_over(one, memory)]
+            found = self.holder_of_any(over)
+        if found is not None:
+            return str(found)
+        if in_graph and (said := self._graph_over(memory._cdata)) is not None:
+            return said
+        is_handed_on = sum(getattr(one, "buffer", None) is tensor for one in self.descriptors) > 1
+        return None if is_handed_on else UNKNOWN
+
+    def holder_of_any(self, found: list[Any]) -> Optional[Holder]:
+        """Who holds any of `found`: a user's code before torch's."""
         # No generators here: what one looks at, it holds.
         self.ours.add(id(found))
-        of_torch = None
-        for one in found:
-            said = self._holder(one, _DEPTH, set())
-            if said is not None and "torch/" not in said:
-                return said
-            of_torch = of_torch or said
-        return of_torch
+        return _best([self._holder(one, _DEPTH, set()) for one in found])
 
-    def _holder(self, held: Any, depth: int, seen: set[int]) -> Optional[str]:
-        if id(held) in self.named:
-            return self.named[id(held)]
+    def _holder(self, held: Any, depth: int, seen: set[int]) -> Optional[Holder]:
+        if id(held) in self.locals:
+            return self.locals[id(held)]
         if depth == 0 or id(held) in seen:
             return None
         seen.add(id(held))
-        referrers = gc.get_referrers(held)
+        referrers = [one for one in self.arrays if _is_in_array(held, one)]
+        # What a name or a container has comes before a method that is bound to it.
+        referrers += sorted(gc.get_referrers(held), key=_is_method)
         self.ours.add(id(referrers))
-        unnamed = None
+        holders = []
         for one in referrers:
-            if id(one) in self.ours or isinstance(one, types.FrameType):
-                continue
-            said = self._as_holder(one, held, depth, seen)
-            if said is not None and "torch/" not in said:
-                return said
-            unnamed = unnamed or said
-        return unnamed
+            if id(one) not in self.ours:
+                holders.append(self._as_holder(one, held, depth, seen))
+                if _best(holders[-1:]) is not None and not _is_poor(holders[-1]):
+                    break
+        return _best(holders)
 
-    def _as_holder(self, one: Any, held: Any, depth: int, seen: set[int]) -> Optional[str]:
+    def _as_holder(self, one: Any, held: Any, depth: int, seen: set[int]) -> Optional[Holder]:
+        """As what `one` holds it, and who has `one`."""
         kind = type(one)
-        if kind is dict:
-            return self._as_dictionary(one, held, depth, seen)
-        if kind in (list, tuple, set, frozenset) or hasattr(kind, "popleft"):
-            return _within(kind.__name__, self._holder(one, depth - 1, seen))
+        if kind is types.FrameType:
+            return _of_ended_frame(one, held)
         if kind is types.CellType:
-            for function in gc.get_referrers(one):
-                if type(function) is tuple:
-                    for owner in gc.get_referrers(function):
-                        if isinstance(owner, types.FunctionType):
-                            return f"the closure of {_place(owner.__code__)}"
-            return None
+            return _of_closure(one)
         if kind is types.FunctionType:
-            return f"a default of {_place(one.__code__)}"
-        if issubclass(kind, torch.Tensor):
-            return self._holder(one, depth - 1, seen)  # a DTensor around it
-        if kind is types.MethodType or kind is functools.partial:
-            return f"{kind.__name__} of {getattr(one, '__name__', None) or one.func}"
-        name = _attribute(one, held)
-        if name is not None:
-            return f"attribute `{name}` of {kind.__qualname__}"
-        if kind is types.GeneratorType:
-            return f"a generator, {_place(one.gi_code)}"
-        return None
+            return Holder(f"a default of {_place(one.__code__)}")
+        for attribute, what in _SUSPENDED.items():
+            if hasattr(kind, attribute):
+                return Holder(f"a {what}, {_place(getattr(one, attribute))}")
+        if issubclass(kind, dict):
+            named = self._of_names(one, held, depth, seen)
+        else:
+            name = _attribute(one, held)
+            named = Holder(f"attribute `{name}` of {kind.__qualname__}") if name else None
+        if named is not None:
+            return named
+        within = self._holder(one, depth - 1, seen)
+        if within is None or within.container or issubclass(kind, torch.Tensor):
+            return within  # of several containers, the outermost is told
+        return Holder(within.place, _word(one))
 
-    def _as_dictionary(self, one: Any, held: Any, depth: int, seen: set[int]) -> Optional[str]:
-        name = next((key for key, value in one.items() if value is held), None)
+    def _of_names(self, one: Any, held: Any, depth: int, seen: set[int]) -> Optional[Holder]:
+        """Of a dictionary that is a module's, an object's or a class's."""
+        name: Any = next((key for key, value in one.items() if value is held), None)
         for owner in gc.get_referrers(one):
             if isinstance(owner, types.ModuleType) and vars(owner) is one:
-                return f"`{name}` of module {owner.__name__}{_file_of(owner)}"
+                return Holder(f"`{name}` of module {owner.__name__}{_file_of(owner)}")
+            if isinstance(owner, type) and vars(owner).get(name) is held:
+                module = sys.modules.get(owner.__module__)
+                return Holder(f"attribute `{name}` of class {owner.__qualname__}{_file_of(module)}")
             if getattr(owner, "__dict__", None) is one and not isinstance(owner, type):
-                return f"attribute `{name}` of {type(owner).__qualname__}"
+                return Holder(f"attribute `{name}` of {type(owner).__qualname__}")
+            # A threading.local has a dictionary of its own for each thread, by thread.
+            for local in gc.get_referrers(owner) if type(owner) is dict else ():
+                if isinstance(local, threading.local):
+                    within = self._holder(local, depth - 1, seen)
+                    return Holder(
+                        f"attribute `{name}` of threading.local {within.place if within else ''}"
+                    )
         if one.get("__name__") is not None and "__builtins__" in one:  # a script's, under exec
-            return f"`{name}` of {one['__name__']}"
-        return _within("dict", self._holder(one, depth - 1, seen))
+            return Holder(f"`{name}` of {one['__name__']}")
+        return None
 
-    def arrays_over(self, tensors: list[torch.Tensor]) -> Iterator[Any]:
-        """NumPy arrays, which the collector does not know, but what refers to them it does."""
-        wanted = {id(tensor) for tensor in tensors}
-        candidates = list(self.named_values())
+    def _look_into_arrays(self) -> None:
+        """NumPy's, which the collector does not know, but what refers to them it does."""
+        found = [value for frame in _frames() for value in dict(frame.f_locals).values()]
         for one in self.objects:
-            candidates += [
-                value for value in gc.get_referents(one) if type(value).__name__ == "ndarray"
-            ]
-        self.ours.add(id(candidates))
-        for one in candidates:
-            base = one
-            while type(base).__name__ == "ndarray":
-                base = base.base
-                if id(base) in wanted:
-                    yield one
+            found += [value for value in gc.get_referents(one) if _is_array(value)]
+        self.arrays += {id(one): one for one in found if _is_array(one)}.values()
+        found.clear()
 
-    def named_values(self) -> Iterator[Any]:
-        for frame in _frames():
-            yield from dict(frame.f_locals).values()
-
-    def graph_of(self, tensor: Optional[torch.Tensor]) -> str:
-        """The graph that has `tensor` as a leaf, by what it was computed for."""
+    def _graph_over(self, storage: int) -> Optional[str]:
+        """A graph whose backward has not been, and that saved the tensor, by what it is of."""
         for root in self.tensors:
-            try:
-                node = root.grad_fn
-            except Exception:
-                continue
-            if node is not None and tensor is not None and _leads_to(node, tensor):
-                said = self.who([root])
-                return f"the autograd graph of {said}" if said else "an autograd graph"
-            if tensor is not None and root.grad is tensor:
-                said = self.who([root])
-                return f"`.grad` of {said}" if said else "a `.grad`"
-        return "an autograd graph that is still alive, or another library's C++"
+            with contextlib.suppress(Exception):
+                if root.grad_fn is not None and _saves(root.grad_fn, storage):
+                    found = self.holder_of_any([root])
+                    return f"the autograd graph of {found}" if found else "an autograd graph"
+        return None
 
 
-def _leads_to(node: Any, leaf: torch.Tensor) -> bool:
+_SUSPENDED = {"gi_code": "generator", "cr_code": "coroutine", "ag_code": "async generator"}
+
+
+def _is_poor(holder: Optional[Holder]) -> bool:
+    """Whether another one, if there is one, is rather to be named: it is torch's own."""
+    return holder is None or f"{os.sep}torch{os.sep}" in holder.place
+
+
+def _best(holders: list[Optional[Holder]]) -> Optional[Holder]:
+    of_torch = None
+    for one in holders:
+        if not _is_poor(one):
+            return one
+        of_torch = of_torch or one
+    return of_torch
+
+
+def _of_ended_frame(frame: Any, held: Any) -> Optional[Holder]:
+    """Of a function that has ended, and whose frame an exception's traceback has."""
+    names = [name for name, value in dict(frame.f_locals).items() if value is held]
+    has_traceback = any(type(one) is types.TracebackType for one in gc.get_referrers(frame))
+    if not names or not has_traceback:
+        return None
+    return Holder(f"`{names[0]}` in a traceback's frame of {_place(frame.f_code)}")
+
+
+def _of_closure(cell: Any) -> Optional[Holder]:
+    for closure in gc.get_referrers(cell):
+        if type(closure) is tuple:
+            for owner in gc.get_referrers(closure):
+                if isinstance(owner, types.FunctionType):
+                    return Holder(f"the closure of {_place(owner.__code__)}")
+    return None
+
+
+def _saves(node: Any, storage: int) -> bool:
+    """Whether a graph has the memory saved for a backward that has not been.
+
+    torch up to 2.6 does not tell which of them would run a hook of the user's.
+    """
     seen: set[Any] = set()
     found = [node]
     while found and len(seen) < _NODES:
@@ -179,10 +213,52 @@ def _leads_to(node: Any, leaf: torch.Tensor) -> bool:
         if one is None or one in seen:
             continue
         seen.add(one)
-        if getattr(one, "variable", None) is leaf:
-            return True
+        for name in dir(type(one)):
+            if not name.startswith("_raw_saved_"):
+                continue
+            if getattr(getattr(one, name), "unpack_hook", _storage_of) is None:
+                with contextlib.suppress(RuntimeError):  # its backward is over
+                    if _storage_of(getattr(one, name.replace("_raw", ""))) == storage:
+                        return True
         found += [following for following, _ in one.next_functions]
     return False
+
+
+def _storage_of(one: Any) -> Optional[int]:
+    try:
+        return int(getattr(one, "untyped_storage", lambda: one)()._cdata)
+    except Exception:  # a tensor of another kind: fake, sparse, functional, ...
+        return None
+
+
+def _is_method(one: Any) -> bool:
+    return isinstance(one, (types.MethodType, types.BuiltinMethodType))
+
+
+def _is_array(one: Any) -> bool:
+    return type(one).__name__ == "ndarray"
+
+
+def _is_in_array(held: Any, array: Any) -> bool:
+    return bool(array.dtype.hasobject) and any(one is held for one in array.ravel().tolist())
+
+
+def _is_over(array: Any, memory: torch.UntypedStorage) -> bool:
+    begin, is_here = memory.data_ptr(), memory.device.type == "cpu"
+    return is_here and begin <= array.ctypes.data < begin + memory.nbytes()
+
+
+def _word(one: Any) -> str:
+    """A container, as it is called."""
+    if isinstance(one, functools.partial):
+        code = getattr(one.func, "__code__", None)
+        name = getattr(one.func, "__qualname__", type(one.func).__qualname__)
+        return f"partial of {name}" if code is None else f"partial of {_place(code)}"
+    if isinstance(one, types.MethodType):
+        return f"method {one.__name__} of {type(one.__self__).__qualname__}"
+    if _is_array(one):
+        return "NumPy object array" if one.dtype.hasobject else "NumPy array"
+    return type(one).__name__.replace("managedbuffer", "memoryview")
 
 
 def _frames() -> Iterator[types.FrameType]:
@@ -194,7 +270,7 @@ def _frames() -> Iterator[types.FrameType]:
             frame = frame.f_back
 
 
-def _locals_of_frames() -> Iterator[tuple[int, str]]:
+def _locals_of_frames() -> Iterator[tuple[int, Holder]]:
     """What running functions hold: since Python 3.11 the collector does not see it."""
     # The outermost last: a name of the user's own script goes before torch's.
     for frame in _frames():
@@ -205,19 +281,8 @@ def _locals_of_frames() -> Iterator[tuple[int, str]]:
             where = f"in a frame of {_place(code)}"
         for name, value in dict(frame.f_locals).items():
             if not isinstance(value, (int, str, type(None), types.ModuleType)):
-                kind = type(value).__name__ + " "
-                is_container = isinstance(value, (list, tuple, set, dict)) or hasattr(
-                    value, "popleft"
-                )
-                yield id(value), f"{kind if is_container else ''}`{name}` {where}"
-
-
-def _within(kind: str, within: Optional[str]) -> Optional[str]:
-    """A container, by the name of what holds it; of several, the outermost is told."""
-    containers = ("list ", "tuple ", "set ", "dict ", "deque ", "OrderedDict ")
-    if within is None or within.startswith(containers):
-        return within
-    return f"{kind} in {within}" if within.startswith(("the ", "a ")) else f"{kind} {within}"
+                word = "" if isinstance(value, torch.Tensor) else _word(value)
+                yield id(value), Holder(f"`{name}` {where}", word)
 
 
 def _attribute(owner: Any, held: Any) -> Optional[str]:
@@ -234,7 +299,7 @@ def _attribute(owner: Any, held: Any) -> Optional[str]:
     return None
 
 
-def _file_of(module: types.ModuleType) -> str:
+def _file_of(module: Optional[types.ModuleType]) -> str:
     file = getattr(module, "__file__", None)
     return f" ({os.path.abspath(file)})" if file else ""
 

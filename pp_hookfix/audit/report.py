@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
@@ -10,8 +11,8 @@ from typing import Any, Optional
 Noted = dict[str, Any]
 
 VERDICTS = {
-    "nothing": "nothing needed: all that was put on stage inputs and received gradients, or "
-    "kept of them, was gone with its step.",
+    "nothing": "nothing needed: no hook on a stage's input was called for a later microbatch, and "
+    "nothing was kept that the next receive overwrites.",
     "detach": "detach is enough (`import pp_hookfix`, or `pp-hookfix run`): what is put on "
     "a stage's input then ends with its step.",
     "clone or fresh": "needs clone or fresh (PP_HOOKFIX=clone or fresh): it keeps {kept}, which "
@@ -27,7 +28,7 @@ def read(folder: Path) -> tuple[list[Noted], int]:
             continue
         began += 1
         with contextlib.suppress(OSError, ValueError):
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             if text:
                 noted.append(json.loads(text))
     return sorted(noted, key=lambda one: float(one["began"])), began
@@ -87,9 +88,22 @@ def _needs(noted: list[Noted], stages: list[dict[str, Any]]) -> Optional[str]:
         return "clone or fresh"
     if any(one["hooks"] or one["attributes"] for one in stages):
         return "detach"
+    if any(one["not_looked_at"] for one in stages) or _lacks_second_step(stages):
+        return None
     if stages or any(one["state"] == "not-needed" for one in noted):
         return "nothing"
     return None
+
+
+def _lacks_second_step(stages: list[dict[str, Any]]) -> bool:
+    """Whether no stage was seen to begin a second step, where what is left of one shows.
+
+    A pipeline that is built anew for each has as many stages as steps, each gone with its own.
+    """
+    steps: Counter[tuple[int, int, int]] = Counter()
+    for one in stages:
+        steps[one["run"], one["rank"], one["stage"]] += one["steps"]
+    return bool(steps) and max(steps.values()) == 1
 
 
 def _notes(noted: list[Noted], began: int) -> Iterator[str]:
@@ -122,20 +136,18 @@ def _notes(noted: list[Noted], began: int) -> Iterator[str]:
                 f"rank {rank} ended after step {step} without a word (killed?): what is said of "
                 "it is what was known by then."
             )
-        if any(stage["is_blind"] for stage in one["stages"]):
-            yield (
-                f"rank {rank}: on this device it cannot be seen who keeps stage inputs "
-                "or received gradients."
-            )
+        for stage in one["stages"]:
+            for what in stage["not_looked_at"]:
+                yield f"not looked at: stage {stage['stage']} (rank {rank}): {what}."
 
 
 def _doubts(stages: list[dict[str, Any]], failed: Optional[str]) -> Iterator[str]:
     if stages and failed:
         yield f"the command {failed}: what is said is of the steps that it ran."
-    if stages and max(stage["steps"] for stage in stages) == 1:
+    if _lacks_second_step(stages):
         yield (
-            "only one step was seen, and what is kept of a step is overwritten by the next: let "
-            "it run two steps or more."
+            "only one step was seen, and what is left of a step shows in the next: let it run two "
+            "steps or more."
         )
 
 
@@ -166,12 +178,22 @@ def text(report: dict[str, Any]) -> str:
 def _findings(stages: list[dict[str, Any]]) -> Iterator[str]:
     hooks = _merged(stages, "hooks")
     if hooks:
-        yield "hooks on stage inputs are never taken off, and fire again in each later step:"
+        yield "hooks on stage inputs are not taken off, and fire again for later microbatches:"
     for hook, where in hooks:
         yield (
             f"    {hook['per_step']} a step, {hook['on_stock_in_last_step']} fired in the last "
             f"step: {hook['kind']}, {_shorter(hook['where'])} ({where})"
         )
+        if hook["changes_gradient"] is None:
+            yield (
+                "        whether it changes the gradient was not looked at: the backward is not "
+                "that of torch's schedules."
+            )
+        if hook["changes_gradient"] and hook["on_stock_in_last_step"] > hook["per_step"]:
+            yield (
+                "        it changes the gradient, and stock torch applies it again in each later "
+                "step: your gradients are wrong, and so are those of this run."
+            )
     for stage in stages:
         if stage["pinned_bytes_per_step"]:
             yield (

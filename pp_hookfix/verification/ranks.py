@@ -120,7 +120,7 @@ def run_here(
     function: Callable[..., Any], backend: str = "auto", timeout: float = 60, **options: Any
 ) -> Any:
     """Run ``function(rank, **options)`` in this process, a rank that torchrun started."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
+    out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
@@ -194,8 +194,8 @@ def _run_started(
     options: dict[str, Any],
     folder: str,
 ) -> None:
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    hangs = os.fdopen(os.dup(2), "w", buffering=1)
+    out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    hangs = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
     log = os.open(os.path.join(folder, f"log-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -214,7 +214,7 @@ def _run_started(
         )
         Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
     except CannotRun as error:
-        Path(folder, "cannot-run").write_text(str(error))
+        Path(folder, "cannot-run").write_text(str(error), encoding="utf-8")
         sys.exit(2)
     except Exception:
         traceback.print_exc()

@@ -11,15 +11,38 @@ from typing import Optional
 import pp_hookfix
 
 
-def make(python: str, folder: Path, *packages: str) -> Path:
+def make(python: str, folder: Path, *packages: str, options: tuple[str, ...] = ()) -> Path:
     """A virtual environment of `python` with some of our packages copied in; its interpreter."""
     subprocess.run(
-        [python, "-m", "venv", "--without-pip", str(folder)], check=True, capture_output=True
+        [python, "-m", "venv", "--without-pip", *options, str(folder)],
+        check=True,
+        capture_output=True,
     )
     made = folder / "bin" / "python"
     for package in packages:
         copy_package(package, site_packages(made))
     return made
+
+
+def make_installation(folder: Path) -> Optional[Path]:
+    """A Python whose own site-packages is empty, by links to this one's; its interpreter, if any.
+
+    None where the interpreter does not run from another place.
+    """
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    library, real = folder / "lib" / version, Path(os.__file__).parent
+    python = folder / "bin" / "python3"
+    (library / "site-packages").mkdir(parents=True)
+    python.parent.mkdir()
+    for entry in real.iterdir():
+        if entry.name != "site-packages":
+            (library / entry.name).symlink_to(entry)
+    shutil.copy(os.path.realpath(sys.executable), python)
+    show = "import sys, json, select; print(sys.prefix)"
+    ran = subprocess.run(
+        [str(python), "-I", "-c", show], capture_output=True, text=True, check=False
+    )
+    return python if ran.stdout.strip() == str(folder) else None
 
 
 def site_packages(python: Path) -> Path:

@@ -25,9 +25,15 @@ print(type(vars(stage._PipelineStageBase)["_retrieve_recv_activations"]).__name_
 class Environment:
     """A virtual environment with pp_hookfix, wrapt and the stand-in for torch."""
 
-    def __init__(self, python: str, folder: Path) -> None:
+    def __init__(
+        self,
+        python: str,
+        folder: Path,
+        packages: tuple[str, ...] = ("pp_hookfix", "wrapt"),
+        options: tuple[str, ...] = (),
+    ) -> None:
         self.distributions = python == DISTRIBUTIONS
-        self.python = environments.make(python, folder, "pp_hookfix", "wrapt")
+        self.python = environments.make(python, folder, *packages, options=options)
         self.packages = environments.site_packages(self.python)
         stand_in.make(self.packages)
         self.elsewhere = folder.parent
@@ -215,3 +221,40 @@ def test_status_answers_two_questions(environment: Environment) -> None:
         assert way in second
     run = environment.command("run", str(environment.python), "-m", "pp_hookfix", "status")
     assert "by `pp-hookfix run`" in run.stdout
+
+
+def test_a_child_of_the_environment_that_has_the_package(tmp_path: Path) -> None:
+    """The package in one environment, torch in another that has the first one's packages, too."""
+    python = environments.make_installation(tmp_path / "parent")
+    if python is None:
+        pytest.skip("this Python does not run from another place")
+    for package in ("pp_hookfix", "wrapt"):
+        environments.copy_package(package, environments.site_packages(python))
+    options = ("--system-site-packages",)
+    child = Environment(str(python), tmp_path / "child", packages=(), options=options)
+    assert child.run("-c", REPORT).stdout == "False\nfunction\n"
+    path = child.run("-c", "import sys; print(sys.path)").stdout
+    result = child.command("activate")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert child.new_python()["by"] == str(child.packages / FILE)
+    assert child.run("-c", REPORT).stdout == "True\nFunctionWrapper\n"
+    assert child.run("-c", "import sys; print(sys.path)").stdout == path
+    # Once the package is gone, as if the file were not there.
+    shutil.rmtree(environments.site_packages(python) / "pp_hookfix")
+    result = child.run("-c", REPORT)
+    assert (result.stdout, result.stderr) == ("False\nfunction\n", "")
+
+
+def test_a_python_that_is_strict_about_encodings(environment: Environment) -> None:
+    strict = {"PYTHONWARNDEFAULTENCODING": "1", "PYTHONWARNINGS": "error"}
+    for command in (
+        ("activate",),
+        ("status",),
+        ("status", "--json"),
+        ("audit", "--json", str(environment.elsewhere / "report.json"), str(environment.python)),
+        ("deactivate",),
+    ):
+        words = (*command, "-c", REPORT) if "audit" in command else command
+        result = environment.command(*words, **strict)
+        assert result.returncode == 0, result.stderr
+        assert "Warning" not in result.stderr

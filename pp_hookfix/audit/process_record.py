@@ -1,4 +1,4 @@
-"""What this process saw, written down as it grows, for the command that waits."""
+"""What this process saw, written to a file as it grows, for the command that waits."""
 
 # `begin` runs at interpreter start, under the command alone; json is imported when there is
 # something to write.
@@ -27,7 +27,7 @@ def begin() -> None:
     global _folder
     _folder = os.environ[request.AUDIT_VARIABLE]
     _be_new()
-    with contextlib.suppress(OSError), open(_file(), "x"):
+    with contextlib.suppress(OSError), open(_file(), "x", encoding="utf-8"):
         pass
     atexit.register(end)
     if hasattr(os, "register_at_fork"):
@@ -45,13 +45,13 @@ def _file() -> str:
 
 
 def _forked() -> None:
-    """A forked rank has notes of its own; what its parent saw is its parent's."""
+    """A forked rank has a record of its own; what its parent saw is its parent's."""
     global _document
     _be_new()
     _document = None
-    watch = sys.modules.get("pp_hookfix.audit.watch")
-    if watch is not None:
-        watch.forget()
+    hand_outs = sys.modules.get("pp_hookfix.audit.hand_outs")
+    if hand_outs is not None:
+        hand_outs.forget()
 
 
 def grow(document: "Callable[[], list[dict[str, Any]]]") -> None:
@@ -70,9 +70,9 @@ def grow(document: "Callable[[], list[dict[str, Any]]]") -> None:
 def end() -> None:
     """The last word; what goes wrong is nobody's business at the end of a job."""
     with contextlib.suppress(Exception):
-        watch = sys.modules.get("pp_hookfix.audit.watch")
-        if watch is not None:
-            watch.end()
+        hand_outs = sys.modules.get("pp_hookfix.audit.hand_outs")
+        if hand_outs is not None:
+            hand_outs.end()
         # Nothing of a worker that was forked and saw nothing itself.
         if activation.torch_version() is not None and (_document or os.path.exists(_file())):
             _write(has_ended=True)
@@ -102,7 +102,7 @@ def _write(has_ended: bool = False) -> None:
     )
     # Renamed into place: whoever reads sees the one or the other.
     with contextlib.suppress(OSError):
-        with open(f"{_file()}.new", "w") as file:
+        with open(f"{_file()}.new", "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(f"{_file()}.new", _file())
     _written, _times = time.monotonic(), _times + 1
