@@ -132,10 +132,10 @@ def _missing(stage_module: ModuleType, policy: str) -> list[str]:
     if base is None:
         missing.append("a class _PipelineStageBase")
     else:
-        for name in [*ALL[policy].methods, *ALL[policy].relies_on]:
+        for name, around in ALL[policy].methods.items():
             classes = stage_classes_with(stage_module, name)
             calls = _CALLS.get(name)
-            if not classes:
+            if not classes and not around.is_optional:
                 missing.append(f"a method _PipelineStageBase.{name}")
             elif calls and not all(_accepts(vars(cls)[name], calls) for cls in classes):
                 missing.append(f"_PipelineStageBase.{name} to be called as ({', '.join(calls[0])})")

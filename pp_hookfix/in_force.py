@@ -1,6 +1,7 @@
 """What is true now: looked up in torch each time that somebody asks."""
 
 import functools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,10 @@ def status() -> Status:
                 f"{_named(method)}, which does not call pp_hookfix's (policy {decided.policy}). "
                 "pp_hookfix.enable() puts it in again.",
             )
+    fresh = sys.modules.get("pp_hookfix.fresh")
+    if decided.policy == "fresh" and fresh is not None and fresh.served_by_copies:
+        kinds = "; ".join(sorted(fresh.served_by_copies))
+        return decided._replace(reason=f"{decided.reason} Served by copies, as by clone: {kinds}.")
     return decided
 
 

@@ -135,9 +135,9 @@ def standing(stage_module: ModuleType) -> Iterator[tuple[str, Any, Any]]:
     """
     if _active is None:
         return
-    for name in ALL[_active].methods:
+    for name, around in ALL[_active].methods.items():
         classes = stage_classes_with(stage_module, name)
-        if not classes:
+        if not classes and not around.is_optional:
             yield f"_PipelineStageBase.{name}", None, None
         for cls in classes:
             there = _in_place.get((cls, name))
@@ -180,6 +180,7 @@ def take_out(keep: Container[str] = ()) -> None:
     nothing more. Wrappers of the methods in `keep` stay, doing nothing.
     """
     global _active
+    at_end = _active and _function(ALL[_active].at_end)
     for (cls, name), there in list(_in_place.items()):
         there.does(NOTHING)
         outermost = vars(cls).get(name) is there.method
@@ -187,6 +188,8 @@ def take_out(keep: Container[str] = ()) -> None:
             setattr(cls, name, there.method.__wrapped__)
             del _in_place[cls, name]
     _active = None
+    if at_end:
+        at_end()
 
 
 def _leads_to(method: Any, ours: Any) -> bool:

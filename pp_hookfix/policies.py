@@ -27,21 +27,28 @@ class Around:
     which returns what the caller is to get.
     """
 
-    __slots__ = ("after", "before")
+    __slots__ = ("after", "before", "is_optional")
 
-    def __init__(self, before: "Optional[str]" = None, after: "Optional[str]" = None) -> None:
+    def __init__(
+        self,
+        before: "Optional[str]" = None,
+        after: "Optional[str]" = None,
+        is_optional: bool = False,
+    ) -> None:
         self.before = before
         self.after = after
+        self.is_optional = is_optional
+        """Whether there are releases without that method, on which nothing depends on it."""
 
 
 class Policy:
-    """The methods that it wraps, and the names of others that it relies on."""
+    """The methods that it wraps, and what is to be called when it ends."""
 
-    __slots__ = ("methods", "relies_on")
+    __slots__ = ("at_end", "methods")
 
-    def __init__(self, methods: "dict[str, Around]", relies_on: "tuple[str, ...]" = ()) -> None:
+    def __init__(self, methods: "dict[str, Around]", at_end: "Optional[str]" = None) -> None:
         self.methods = methods
-        self.relies_on = relies_on
+        self.at_end = at_end
 
 
 POLICIES = {
@@ -56,14 +63,20 @@ POLICIES = {
     ),
     "fresh": Policy(
         {
-            "_prepare_forward_infra": Around(after="fresh.let_go"),
-            "_prepare_backward_infra": Around(after="fresh.let_go"),
-            "_retrieve_recv_activations": Around(
-                "fresh.check_activations", "fresh.give_activations"
+            "_prepare_forward_infra": Around(after="fresh.take_charge"),
+            "_prepare_backward_infra": Around(after="fresh.take_charge"),
+            "_get_recv_ops": Around("fresh.allocate"),
+            # Of V schedules, from torch 2.6 on.
+            "set_local_fwd_input": Around(after="fresh.own_activations", is_optional=True),
+            "set_local_bwd_input": Around(
+                "fresh.allocate_for_missing", "fresh.own_gradients", is_optional=True
             ),
-            "_retrieve_recv_grads": Around("fresh.check_gradients", "fresh.give_gradients"),
+            "_retrieve_recv_activations": Around(
+                "fresh.check_activations", "fresh.take_activations"
+            ),
+            "_retrieve_recv_grads": Around("fresh.check_gradients", "fresh.take_gradients"),
         },
-        relies_on=("_get_recv_ops",),
+        at_end="fresh.release",
     ),
 }
 DEFAULT = "detach"

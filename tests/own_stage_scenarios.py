@@ -445,6 +445,39 @@ class IsCopied(Stage):
         self.args_recv_info, self.grad_recv_info = copied.args_recv_info, copied.grad_recv_info
 
 
+class ComputesFromTheBuffer(Stage):
+    """Retrieves, and hands its module what the descriptors hold then."""
+
+    def _retrieve_recv_activations(self, chunk: int) -> Any:
+        super()._retrieve_recv_activations(chunk)
+        return tuple(info.buffer for info in self.args_recv_info[chunk])
+
+    def _retrieve_recv_grads(self, chunk: int) -> Any:
+        super()._retrieve_recv_grads(chunk)
+        return tuple(info.buffer for info in self.grad_recv_info[chunk])
+
+
+class ReadsLate(Stage):
+    """Begins in step 2 to read what the step before left."""
+
+    def get_fwd_recv_ops(self, chunk: int) -> Any:
+        if self.step >= 2:
+            for info in receiving(self.args_recv_info[chunk]):
+                self.see(info.buffer)
+        return super().get_fwd_recv_ops(chunk)
+
+
+class ReceivesNothing(Stage):
+    """Neither posts nor fills in step 2: stock torch computes from what the last step left."""
+
+    def get_fwd_recv_ops(self, chunk: int) -> Any:
+        operations = super().get_fwd_recv_ops(chunk) if self.step < 2 else []
+        return operations
+
+    def get_fwd_send_ops(self, chunk: int) -> Any:
+        return super().get_fwd_send_ops(chunk) if self.step < 2 else []
+
+
 KINDS: dict[str, type[Stage]] = {
     kind.__name__: kind
     for kind in (
@@ -453,6 +486,7 @@ KINDS: dict[str, type[Stage]] = {
         *(AsksTwice, AsksOnce, PostsItsOwn, PostsItsOwnNowAndThen, ReadsAfterItsForward),
         *(Replays, ReplaysFilledBetweenSteps, IsPutAside, Replaces, IsCopied, IsPrinted),
         *(DropsItsBuffers, SharesDescriptors, SharesBuffers),
+        *(ComputesFromTheBuffer, ReadsLate, ReceivesNothing),
     )
 }
 # As deep as what 1F1B has in flight. Stock torch's hooks pile up within a step there, and up to
@@ -655,28 +689,6 @@ def every_habit(rank: Rank) -> dict[str, Any]:
 # --- what cannot be as on stock torch under `fresh`, for nothing keeps what is gone
 
 
-class ComputesFromTheBuffer(Stage):
-    """Retrieves, and hands its module what the descriptors hold then."""
-
-    def _retrieve_recv_activations(self, chunk: int) -> Any:
-        super()._retrieve_recv_activations(chunk)
-        return tuple(info.buffer for info in self.args_recv_info[chunk])
-
-    def _retrieve_recv_grads(self, chunk: int) -> Any:
-        super()._retrieve_recv_grads(chunk)
-        return tuple(info.buffer for info in self.grad_recv_info[chunk])
-
-
-class ReadsLate(Stage):
-    """Begins in step 2 to read what the step before left."""
-
-    def get_fwd_recv_ops(self, chunk: int) -> Any:
-        if self.step >= 2:
-            for info in receiving(self.args_recv_info[chunk]):
-                self.see(info.buffer)
-        return super().get_fwd_recv_ops(chunk)
-
-
 class IsReadBetweenSteps(Stage):
     """Somebody reads what the last step left, when it is over."""
 
@@ -687,30 +699,13 @@ class IsReadBetweenSteps(Stage):
                 self.see(info.buffer)
 
 
-class ReceivesNothing(Stage):
-    """Neither posts nor fills in step 2: stock torch computes from what the last step left."""
-
-    def get_fwd_recv_ops(self, chunk: int) -> Any:
-        operations = super().get_fwd_recv_ops(chunk) if self.step < 2 else []
-        return operations
-
-    def get_fwd_send_ops(self, chunk: int) -> Any:
-        return super().get_fwd_send_ops(chunk) if self.step < 2 else []
-
-
-READERS = {
-    kind.__name__: kind
-    for kind in (ComputesFromTheBuffer, ReadsLate, IsReadBetweenSteps, ReceivesNothing)
-}
-
-
-def read(rank: Rank, kind: str, name: str, policies: Sequence[str]) -> dict[str, Any]:
-    """Train a kind of reader under stock torch and some policies."""
+def read(rank: Rank, policies: Sequence[str]) -> dict[str, Any]:
+    """Train a stage that is read from outside, under stock torch and some policies."""
     found: dict[str, Any] = {}
     stock: Any = None
     for policy in (None, *policies):
-        with rank.time_limit(f"{kind}, {policy}"):
-            record, seen = train(rank, READERS[kind], name, (policy,) * 4)
+        with rank.time_limit(f"read, {policy}"):
+            record, seen = train(rank, IsReadBetweenSteps, "Interleaved1F1B", (policy,) * 4)
         stock = stock or (record, seen)
         found[str(policy)] = {**equal(stock[0], record), "seen": same(stock[1], seen)}
     return found

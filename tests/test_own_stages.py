@@ -1,7 +1,7 @@
 """Stages of a user's own train as on stock torch under every policy, or get the one error.
 
 All that is to be as on stock torch runs within one spawn (own_stage_scenarios.py). A rank
-that gets the error takes the others with it, so each of those is a spawn of its own.
+that gets the error takes the others with it, so that is a spawn of its own.
 """
 
 from typing import Any
@@ -9,12 +9,15 @@ from typing import Any
 import own_stage_scenarios as scenarios
 import pytest
 import torch
-from conftest import AFFECTED, TORCH, spawned
+from conftest import AFFECTED, spawned
 
 from pp_hookfix.policies import AUDIT, POLICIES
 from pp_hookfix.verification import ranks
 
 RUNS = [*POLICIES, AUDIT, "switched"]
+# Stock torch's hooks pile up within a step in a ring; and who hands his module the descriptors'
+# own buffers is handed nothing by us.
+OUT_OF_REACH = (*scenarios.RINGS, "ComputesFromTheBuffer")
 
 pytestmark = pytest.mark.skipif(
     not AFFECTED, reason=f"torch {torch.__version__} has no persistent receive buffers"
@@ -51,13 +54,17 @@ def test_every_kind_trains_as_on_stock_torch(
 def test_what_it_saw_was_something(seen: list[dict[str, Any]], kind: str, schedule: str) -> None:
     sees = sum(results["every_kind"][f"{kind}-{schedule}-fresh"]["sees"] for results in seen)
     assert bool(sees) == (
-        kind in ("LooksAtWhatItReceived", "ComparesWithTheLastStep", "ReadsAfterItsForward")
+        kind
+        in (
+            *("LooksAtWhatItReceived", "ComparesWithTheLastStep", "ReadsAfterItsForward"),
+            "ReadsLate",
+        )
     )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", scenarios.SCHEDULES)
-@pytest.mark.parametrize("kind", [kind for kind in scenarios.KINDS if kind not in scenarios.RINGS])
+@pytest.mark.parametrize("kind", [kind for kind in scenarios.KINDS if kind not in OUT_OF_REACH])
 def test_hooks_end_with_their_step_whoever_else_has_the_buffers(
     seen: list[dict[str, Any]], kind: str, schedule: str, policy: str
 ) -> None:
@@ -82,38 +89,19 @@ def test_what_is_done_with_a_pipeline(seen: list[dict[str, Any]], habit: str, ru
         assert results["every_habit"][f"{habit}-{run}"] is True
 
 
-@pytest.mark.parametrize("kind", scenarios.READERS)
-def test_what_is_gone_under_fresh_alone(kind: str) -> None:
-    found = spawned(
-        scenarios.read, 2, "gloo", kind=kind, name="Interleaved1F1B", policies=["detach", "clone"]
-    )
+def test_what_is_gone_under_fresh_alone() -> None:
+    """Reading what the last step left, from outside of the stage's own class."""
+    found = spawned(scenarios.read, 2, "gloo", policies=["detach", "clone"])
     same = {"losses": True, "gradients": True, "seen": True}
     assert found == [{"None": same, "detach": same, "clone": same}] * 2
 
 
-@pytest.mark.parametrize("kind", scenarios.READERS)
-def test_what_is_gone_is_named(kind: str) -> None:
-    outcome = ranks.start(
-        scenarios.read,
-        2,
-        "gloo",
-        timeout=60,
-        kind=kind,
-        name="Interleaved1F1B",
-        policies=["fresh"],
-    )
-    if TORCH < (2, 7) and outcome.exit_status == 0:
-        # torch itself keeps outputs, and so the inputs of their graphs, until the next step.
-        assert all(all(found["fresh"].values()) for found in outcome.results)
-        return
+def test_what_is_gone_is_named() -> None:
+    outcome = ranks.start(scenarios.read, 2, "gloo", timeout=60, policies=["fresh"])
     assert outcome.exit_status == ranks.RANK_FAILED
-    words = {
-        "ReceivesNothing": "has no received activation for microbatch 0 to retrieve",
-    }.get(kind, "'s receive buffer for microbatch 0 was read, but what it had received was given")
     errors = [line for log in outcome.logs for line in log.splitlines() if "Refused: " in line]
     assert errors
     for error in errors:
-        assert error.startswith("pp_hookfix.policies.Refused: pp_hookfix: stage ")
-        assert words in error
+        assert error.startswith("pp_hookfix.policies.Refused: pp_hookfix: a stage's receive buffer")
         assert "under the policy fresh " in error
         assert error.endswith("Use PP_HOOKFIX=detach or clone.")

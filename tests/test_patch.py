@@ -123,7 +123,10 @@ def test_policies_give_way_to_each_other() -> None:
         assert not hasattr(vars(Base)[NAME].__wrapped__, "__wrapped__")
 
 
-@pytest.mark.parametrize("gone", policies.POLICIES["fresh"].methods)
+@pytest.mark.parametrize(
+    "gone",
+    [name for name, around in policies.POLICIES["fresh"].methods.items() if not around.is_optional],
+)
 def test_a_policy_that_lacks_a_method_is_not_half_applied(
     gone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +142,13 @@ def test_a_policy_that_lacks_a_method_is_not_half_applied(
     assert all(methods()[key] is stock[key] for key in stock)
 
 
+def test_a_method_that_not_every_release_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("set_local_fwd_input", "set_local_bwd_input"):
+        monkeypatch.delattr(Base, name, raising=False)
+    pp_hookfix.enable("fresh")
+    assert pp_hookfix.status().state == "patched"
+
+
 def test_the_copy_keeps_the_layout() -> None:
     pp_hookfix.enable("clone")
     buffer = torch.arange(16.0).view(1, 2, 2, 4).to(memory_format=torch.channels_last)
@@ -151,10 +161,10 @@ def test_the_copy_keeps_the_layout() -> None:
 
 
 def just_in_time(buffer: Callable[[], torch.Tensor] = lambda: torch.zeros(4)) -> Any:
-    """A stage under `fresh`, whose descriptor was made as torch's own preparation does."""
+    """A stage under `fresh`, prepared as torch's own preparation does."""
     pp_hookfix.enable("fresh")
     stage = bare_stage.make(buffer())
-    fresh.let_go(stage, None, (), {})
+    fresh.take_charge(stage, None, (), {})
     return stage
 
 
@@ -166,25 +176,21 @@ def receive(stage: Any, value: float) -> torch.Tensor:
     return buffer
 
 
-def test_fresh_gives_the_buffer_away() -> None:
+def test_fresh_takes_the_buffer_out_of_its_descriptor() -> None:
     stage = just_in_time(lambda: torch.empty_strided((4, 2), (1, 4), requires_grad=True))
-    info = stage.args_recv_info[0][0]
-    assert isinstance(info, stage_module._RecvInfo)
     assert not list(training.held_buffers(stage))
     first = receive(stage, 1)
     assert bare_stage.post(stage) is first  # asked twice
     assert (first.size(), first.stride(), first.requires_grad) == ((4, 2), (1, 4), True)
     assert stage._retrieve_recv_activations(0)[0] is first
     assert not list(training.held_buffers(stage))
-    # The same while it lives.
-    assert stage._retrieve_recv_activations(fwd_chunk_id=0)[0] is first
     second = receive(stage, 2)
     assert second is not first
-    assert stage._retrieve_recv_activations(0)[0] is second
+    assert stage._retrieve_recv_activations(fwd_chunk_id=0)[0] is second
     assert torch.equal(first, torch.ones(4, 2))
 
 
-def test_fresh_says_so_when_a_receive_is_retrieved_again_and_gone() -> None:
+def test_fresh_says_so_when_nothing_was_received() -> None:
     stage = just_in_time()
     words = "stage 1 has no received activation for microbatch 0 .*fresh.*PP_HOOKFIX=detach"
     with pytest.raises(RuntimeError, match=words):
@@ -196,113 +202,126 @@ def test_fresh_says_so_when_a_receive_is_retrieved_again_and_gone() -> None:
     assert pp_hookfix.status().state == "patched"
 
 
-def test_fresh_lets_what_is_gone_be_filled_and_not_be_read() -> None:
+def test_what_is_not_there_cannot_be_used() -> None:
     stage = just_in_time(lambda: torch.zeros(4, 2))
     info = stage.args_recv_info[0][0]
-    receive(stage, 1)
-    stage._retrieve_recv_activations(0)
     buffer = info.buffer
     assert isinstance(buffer, torch.Tensor)
-    assert (buffer.shape, buffer.grad, buffer.device.type, len(buffer)) == ((4, 2), None, "cpu", 4)
-    words = "stage 1's receive buffer for microbatch 0 was read.*fresh.*PP_HOOKFIX=detach or clone"
-    for read in (
+    words = "receive buffer was used while it has none: under the policy fresh .*=detach or clone"
+    uses: list[Callable[[], Any]] = [
         lambda: buffer.sum(),
-        lambda: buffer.detach().clone(),
-        lambda: buffer[0] + 1,
-        lambda: buffer.mul_(2),
-        lambda: torch.cat([torch.zeros(1, 2), buffer]),
+        lambda: buffer.detach(),
+        lambda: buffer[0],
+        lambda: buffer.fill_(2),
+        lambda: buffer.copy_(torch.zeros(4, 2)),
+        lambda: torch.cat([torch.zeros(4, 2), buffer]),
         lambda: torch.add(torch.zeros(4, 2), other=buffer),
-        lambda: buffer.tolist(),
-        lambda: buffer.numpy(),
-        lambda: bool(buffer[0, 0]),
-        lambda: info.buffer.view(-1) @ torch.ones(8),
         lambda: torch.zeros(4, 2).copy_(buffer),
-    ):
+        lambda: torch.equal(torch.zeros(4, 2), buffer),
+        lambda: buffer.numpy(),
+        lambda: buffer.data_ptr(),
+        lambda: buffer.is_meta,
+        lambda: buffer.device,
+        lambda: buffer.register_hook(print),
+        lambda: bool(buffer),
+        lambda: [*buffer],
+    ]
+    for use in uses:
         with pytest.raises(RuntimeError, match=words):
-            read()
-    with pytest.raises(RuntimeError, match="no received activation for microbatch 0"):
-        stage._retrieve_recv_activations(0)
-    another = just_in_time(lambda: torch.zeros(4, 2))
-    receive(another, 1)
-    another._retrieve_recv_activations(0)
-    written = another.args_recv_info[0][0].buffer.zero_()
-    with pytest.raises(RuntimeError, match=words):
-        torch.stack([written, buffer])
-    written.requires_grad_()
-    assert bare_stage.post(another).requires_grad
-    # By whatever means: this does not go through the tensor.
-    other = torch.empty(0).set_(buffer.untyped_storage())
-    other.fill_(3)
-    assert float(buffer.sum()) == 24
-    (activation,) = stage._retrieve_recv_activations(0)
-    assert type(activation) is torch.Tensor
-    assert torch.equal(activation, torch.full((4, 2), 3.0))
-    assert type(info) is stage_module._RecvInfo
+            use()
+    # What torch's own stage module does with it, and what copies a descriptor.
+    buffer.grad = None
+    buffer.requires_grad_()
+    assert "shape=torch.Size([4, 2])" in repr(info)
+    for copied in (copy.copy(info), copy.deepcopy(info), pickle.loads(pickle.dumps(info))):
+        stage.args_recv_info[0] = (copied,)
+        assert receive(stage, 3).requires_grad
+        assert torch.equal(stage._retrieve_recv_activations(0)[0], torch.full((4, 2), 3.0))
+        with pytest.raises(RuntimeError, match="no received activation"):
+            stage._retrieve_recv_activations(0)
 
 
-def test_whoever_reads_or_sets_a_buffer_has_it() -> None:
-    mine = torch.zeros(4)
-    for rely in (lambda info: info.buffer, lambda info: setattr(info, "buffer", mine)):
-        stage = just_in_time()
-        info = stage.args_recv_info[0][0]
-        rely(info)
-        assert type(info) is stage_module._RecvInfo
-        buffer = info.buffer
-        for value in (1.0, 2.0):
-            assert receive(stage, value) is buffer
-            (activation,) = stage._retrieve_recv_activations(0)
-            assert activation is not buffer
-            assert activation.data_ptr() == buffer.data_ptr()
-            assert info.buffer is buffer
-            fresh.let_go(stage, None, (), {})
+def test_a_buffer_that_somebody_set_is_his() -> None:
+    stage = just_in_time()
+    info = stage.args_recv_info[0][0]
+    mine = info.buffer = torch.zeros(4)
+    for value in (1.0, 2.0):
+        assert receive(stage, value) is mine
+        (activation,) = stage._retrieve_recv_activations(0)
+        assert torch.equal(activation, mine)
+        assert activation.data_ptr() != mine.data_ptr()
+        assert info.buffer is mine
+    assert "Served by copies" in pp_hookfix.status().reason
+    assert "PipelineStage, whose buffers are set by others" in pp_hookfix.status().reason
 
 
-@pytest.mark.parametrize("whose", ["nobody's", "a row's", "held", "an alias's", "an array's"])
-def test_fresh_takes_over_what_nobody_can_miss(whose: str) -> None:
-    # Made before the policy came: by torch, or by somebody.
-    store = torch.zeros(2, 4)
-    buffer = store[1] if whose == "a row's" else torch.zeros(4)
-    hold: dict[str, Callable[[torch.Tensor], Any]] = {
-        "held": lambda buffer: buffer,
-        "an alias's": torch.Tensor.detach,
-        "an array's": torch.Tensor.numpy,
-    }
-    others = hold[whose](buffer) if whose in hold else None
+def test_a_stage_that_was_prepared_before_is_served_by_copies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    buffer = torch.zeros(4)
     buffer.left = "by a step before"  # type: ignore[attr-defined]
     pp_hookfix.enable("fresh")
     stage = bare_stage.make(buffer)
-    address = buffer.data_ptr()
-    del buffer
+    fresh.served_by_copies.clear()
     for _ in range(3):
-        receive(stage, 1)
+        assert receive(stage, 1) is buffer
         (activation,) = stage._retrieve_recv_activations(0)
         assert not hasattr(activation, "left")
-        del activation
-    held = list(training.held_buffers(stage))
-    if whose == "nobody's":
-        assert not held
-    else:
-        assert [buffer.data_ptr() for _, buffer in held] == [address]
-    del others
+        assert activation.data_ptr() != buffer.data_ptr()
+    told = "policy fresh serves by copies: PipelineStage, prepared before this policy"
+    assert [record.getMessage() for record in caplog.records].count(told) == 1
+    assert pp_hookfix.status().reason.endswith("PipelineStage, prepared before this policy.")
+    pp_hookfix.enable("detach")
+    assert "copies" not in pp_hookfix.status().reason
 
 
-def test_descriptors_of_fresh_go_on_when_it_ends() -> None:
+def test_a_stage_that_overrides_a_method_is_served_by_copies() -> None:
+    own: Any = stage_module.PipelineStage
+
+    class Mine(own):  # type: ignore[misc]
+        def get_fwd_recv_ops(self, chunk: int) -> Any:
+            return super().get_fwd_recv_ops(chunk)
+
+        def of_my_own(self) -> None:
+            pass
+
+    class Harmless(own):  # type: ignore[misc]
+        def of_my_own(self) -> None:
+            pass
+
+    for kind, is_in_charge in ((Mine, False), (Harmless, True)):
+        pp_hookfix.enable("fresh")
+        stage = bare_stage.make(torch.zeros(4))
+        stage.__class__ = kind
+        fresh.take_charge(stage, None, (), {})
+        posted = receive(stage, 1)
+        activation = stage._retrieve_recv_activations(0)[0]
+        assert (activation is posted) == is_in_charge
+        assert (receive(stage, 2) is posted) == (not is_in_charge)
+        assert torch.equal(activation, torch.ones(4))
+    reason = pp_hookfix.status().reason
+    assert "Mine, which overrides get_fwd_recv_ops" in reason
+    assert "Harmless" not in reason
+
+
+def test_descriptors_have_their_buffers_again_when_fresh_ends() -> None:
     stage = just_in_time(lambda: torch.zeros(4, requires_grad=True))
+    put_aside = copy.deepcopy(stage.args_recv_info)
     kept = receive(stage, 1)
     stage._retrieve_recv_activations(0)
     pp_hookfix.enable("detach")
-    buffer = receive(stage, 2)
-    assert buffer is not kept
-    for _ in range(2):
+    for infos in (stage.args_recv_info, put_aside):
+        stage.args_recv_info = infos
+        buffer = receive(stage, 2)
+        assert type(buffer) is torch.Tensor
+        assert (buffer is kept, buffer.requires_grad) == (False, True)
         (activation,) = stage._retrieve_recv_activations(0)
         assert activation is not buffer
         assert activation.data_ptr() == buffer.data_ptr()
-        assert bare_stage.post(stage) is buffer
     pp_hookfix.disable()
     assert stage._retrieve_recv_activations(0)[0] is buffer
     pp_hookfix.enable("fresh")
-    assert stage._retrieve_recv_activations(0)[0] is buffer
-    assert receive(stage, 3) is not buffer
+    assert stage._retrieve_recv_activations(0)[0] is not buffer
     assert torch.equal(kept, torch.ones(4))
 
 

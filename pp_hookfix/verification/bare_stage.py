@@ -6,6 +6,8 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stage_module
 
+from pp_hookfix import fresh
+
 
 def make(buffer: torch.Tensor) -> Any:
     """A second stage with one input, whose receive buffer of microbatch 0 is `buffer`.
@@ -25,15 +27,12 @@ def make(buffer: torch.Tensor) -> Any:
 
 
 def post(stage: Any) -> torch.Tensor:
-    """Do with the descriptor what ``_get_recv_ops`` does, which needs a process group: read it.
+    """Do with the descriptor what ``_get_recv_ops`` does, which needs a process group.
 
     Returns:
         The buffer that the receive would be posted to.
     """
-    buffer: torch.Tensor = _READ["_get_recv_ops"](stage.args_recv_info[0][0])
+    recv_infos = stage.args_recv_info[0]
+    fresh.allocate(stage, (recv_infos,), {})  # nothing, under another policy
+    buffer: torch.Tensor = recv_infos[0].buffer
     return buffer
-
-
-# As code of torch's stage module, by which the policy `fresh` knows it.
-_READ: dict[str, Any] = {}
-exec("def _get_recv_ops(info): return info.buffer", {"__name__": stage_module.__name__}, _READ)

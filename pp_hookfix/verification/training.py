@@ -192,16 +192,16 @@ def run_steps(
 def held_buffers(stage: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The receive buffers that a stage's descriptors hold now.
 
-    Under the policy `fresh`, reading ``info.buffer`` is relying on it; this only looks.
-
     Yields:
         ``args`` or ``grad``, and a buffer that has memory.
     """
+    from pp_hookfix.fresh import NoBuffer
+
     for direction in ("args", "grad"):
         for recv_infos in getattr(stage, f"{direction}_recv_info").values():
             for info in recv_infos:
-                buffer = vars(info).get("buffer")
-                if buffer is not None and not buffer.is_meta:
+                buffer = getattr(info, "buffer", None)
+                if buffer is not None and type(buffer) is not NoBuffer:
                     yield direction, buffer
 
 
