@@ -21,7 +21,7 @@ import table
 import torch
 
 import pp_hookfix
-from pp_hookfix import request
+from pp_hookfix import settings
 from pp_hookfix.verification import ranks, schedules, training
 
 VARIANTS = ("stock", "audit")
@@ -29,10 +29,10 @@ VARIANTS = ("stock", "audit")
 
 def switch(variant: str) -> None:
     pp_hookfix.disable()
-    os.environ.pop(request.AUDIT_VARIABLE, None)
+    os.environ.pop(settings.AUDIT_VARIABLE, None)
     if variant == "audit":
         # As the command has it, but noted nowhere.
-        os.environ[request.AUDIT_VARIABLE] = "nowhere"
+        os.environ[settings.AUDIT_VARIABLE] = "nowhere"
         pp_hookfix.enable()
 
 

@@ -10,7 +10,7 @@ torch that allocates each receive just in time (2.15, PR 196463) it does nothing
 # Runs at interpreter start wherever a sitecustomize imports it: it may load
 # nothing that a bare interpreter has not loaded already, so neither torch nor
 # wrapt, nor typing, logging, warnings, ... (tests/test_import_cost.py).
-from pp_hookfix import request
+from pp_hookfix import settings
 from pp_hookfix.activation import activate, disable, enable
 
 TYPE_CHECKING = False
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pp_hookfix.decision import Status
 
 __all__ = ["disable", "enable", "status"]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def status() -> "Status":
@@ -30,13 +30,13 @@ def status() -> "Status":
     and what stands in torch now does not call it, until ``enable()`` mends that; or ``off``.
     ``reason`` is one sentence for a person.
     """
-    from pp_hookfix import in_force
+    from pp_hookfix import current_status
 
-    return in_force.status()
+    return current_status.status()
 
 
 activate()
-if request.is_audited():
+if settings.is_audited():
     from pp_hookfix.audit import process_record
 
     process_record.begin()

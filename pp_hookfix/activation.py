@@ -14,7 +14,7 @@ Then `decision` decides.
 import _thread
 import sys
 
-from pp_hookfix import request
+from pp_hookfix import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,15 +49,15 @@ def activate() -> None:
             interpreter starts, a line on standard error instead.
     """
     global _why_off, _brought_by
-    _brought_by = request.brought_by()
+    _brought_by = settings.brought_by()
     try:
-        policy = request.policy_of_environment()
+        policy = settings.policy_of_environment()
     except ValueError as error:
-        request.tell(error)
+        settings.tell(error)
         _why_off = str(error)
         return
     if policy == "off":
-        _why_off = f"{request.ENVIRONMENT_VARIABLE}=off in the environment: nothing is wrapped."
+        _why_off = f"{settings.ENVIRONMENT_VARIABLE}=off in the environment: nothing is wrapped."
     else:
         enable(policy)
 
@@ -77,7 +77,7 @@ def enable(policy: "Optional[str]" = None) -> None:
         ValueError: `policy`, or ``PP_HOOKFIX``, is not one of those allowed.
     """
     global _policy, _status
-    policy = request.policy_of(policy)
+    policy = settings.policy_of(policy)
     with _lock:
         if policy != _policy:
             _policy, _status = policy, None
@@ -105,7 +105,7 @@ def disable() -> None:
         _policy, _status, _times_off = "off", None, _times_off + 1
         _why_off = "pp_hookfix.disable() was called: torch is as it was."
         _stop_waiting()
-        _take_out()
+        _revert()
 
 
 # --- waiting for the stage module
@@ -119,7 +119,7 @@ class _Finder:
             _catch_up()
 
 
-class _Telling(type(sys)):  # type: ignore[misc]
+class _NotifyingModule(type(sys)):  # type: ignore[misc]
     """What the nearest parent is while we wait: a module that sees its submodule come."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -143,7 +143,7 @@ def _wait() -> None:
             sys.meta_path = [_finder, *sys.meta_path]
         nearest = next((name for name in _PARENTS if name in sys.modules), None)
         for name in _PARENTS:
-            _let_tell(name, name == nearest)
+            _set_notifying(name, name == nearest)
 
 
 def _stop_waiting() -> None:
@@ -151,13 +151,13 @@ def _stop_waiting() -> None:
     # calls us. A new list leaves the running loop on the old one, where it skips no finder.
     sys.meta_path = [finder for finder in sys.meta_path if finder is not _finder]
     for name in _PARENTS:
-        _let_tell(name, False)
+        _set_notifying(name, False)
 
 
-def _let_tell(name: str, tells: bool) -> None:
+def _set_notifying(name: str, tells: bool) -> None:
     # Nobody's own class of modules, nor a lazy one, is taken away.
     module: Any = sys.modules.get(name)
-    before, after = (type(sys), _Telling) if tells else (_Telling, type(sys))
+    before, after = (type(sys), _NotifyingModule) if tells else (_NotifyingModule, type(sys))
     if type(module) is before:
         module.__class__ = after
 
@@ -206,9 +206,9 @@ def on_stage_module(stage_module: "ModuleType") -> None:
             if policy != _policy:  # another thread's, meanwhile
                 return
             if decided.state == "patched":
-                patch.put_in(stage_module, policy, _failed)
+                patch.apply(stage_module, policy, _failed)
             else:
-                patch.take_out()  # of a policy that was on before
+                patch.revert()  # of a policy that was on before
             news = decided != _status
             _status, _decided_on = decided, stage_module
         if news:
@@ -223,7 +223,7 @@ def _failed(error: Exception) -> None:
     from pp_hookfix.decision import Status
 
     with _lock:
-        _take_out()
+        _revert()
         version = torch_version() or "(unknown version)"
         _status = failed = Status(
             "unsupported",
@@ -236,11 +236,11 @@ def _failed(error: Exception) -> None:
     _announce(failed)
 
 
-def _take_out() -> None:
+def _revert() -> None:
     if "pp_hookfix.patch" in sys.modules:  # else nothing was ever put in
         from pp_hookfix import patch
 
-        patch.take_out()
+        patch.revert()
 
 
 def torch_version() -> "Optional[str]":

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Callable, Optional
 
 import pp_hookfix
-from pp_hookfix import environment, known_sources
+from pp_hookfix import fingerprints, interpreter_startup
 from pp_hookfix.activation import STAGE_MODULE
 from pp_hookfix.decision import FIRST_AFFECTED, dotted
 from pp_hookfix.policies import POLICIES
-from pp_hookfix.request import AUDIT_VARIABLE, ENVIRONMENT_VARIABLE
+from pp_hookfix.settings import AUDIT_VARIABLE, ENVIRONMENT_VARIABLE
 from pp_hookfix.verification.schedules import LAYOUTS
 
 
@@ -26,7 +26,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
-    except environment.CannotWrite as error:
+    except interpreter_startup.CannotWrite as error:
         print(f"pp-hookfix {arguments.name}: {error}", file=sys.stderr)
         return 1
     return status
@@ -173,27 +173,27 @@ def _status(arguments: argparse.Namespace) -> int:
         status = status._replace(state="not-needed", reason=f"{lacking}: there is nothing to fix.")
     releases = None
     if status.state == "patched":
-        releases = known_sources.tried_as(sys.modules[STAGE_MODULE], status.policy)
-    new = environment.new_python()
+        releases = fingerprints.tried_as(sys.modules[STAGE_MODULE], status.policy)
+    new = interpreter_startup.new_python()
     if arguments.json:
         document = {**status._asdict(), "tried_as": releases, "new_python": new._asdict()}
         print(json.dumps(document))
     else:
-        known = "" if releases is None else f" {known_sources.in_words(releases)}"
+        known = "" if releases is None else f" {fingerprints.in_words(releases)}"
         print(f"{status.state}: {status.reason}{known}")
-        print(environment.in_words(new))
+        print(interpreter_startup.in_words(new))
     return 0
 
 
 def _activate(arguments: argparse.Namespace) -> int:
-    print(environment.in_words(environment.activate()))
-    print(f"{environment.file()} is what does it; `pp-hookfix deactivate` removes it.")
+    print(interpreter_startup.in_words(interpreter_startup.activate()))
+    print(f"{interpreter_startup.file()} is what does it; `pp-hookfix deactivate` removes it.")
     return 0
 
 
 def _deactivate(arguments: argparse.Namespace) -> int:
-    was_there = environment.deactivate()
-    path = environment.file()
+    was_there = interpreter_startup.deactivate()
+    path = interpreter_startup.file()
     print(f"{path} is removed." if was_there else f"{path} is not there: nothing to undo.")
     return 0
 
@@ -282,7 +282,7 @@ def _command_below_us(arguments: argparse.Namespace) -> list[str]:
         command = command[1:]
     if not command:
         arguments.error("the following arguments are required: COMMAND")
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "in_every_process")
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bootstrap")
     # An empty PYTHONPATH is none; after a separator it would be the working folder.
     existing = os.environ.get("PYTHONPATH")
     if not existing or existing.split(os.pathsep)[0] != folder:

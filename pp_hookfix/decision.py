@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Container
 from types import ModuleType
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Literal, NamedTuple, Optional
 
 from pp_hookfix.policies import ALL, AUDIT
 
@@ -26,11 +26,15 @@ _CALLS: dict[str, list[tuple[str, ...]]] = {
 }
 
 
+State = Literal["pending", "patched", "not-needed", "untried", "unsupported", "bypassed", "off"]
+
+
 class Status(NamedTuple):
     """What pp_hookfix did, or will do, in this process."""
 
-    state: str
-    """``pending``, ``patched``, ``not-needed``, ``untried``, ``unsupported`` or ``off``."""
+    state: State
+    """``pending``, ``patched``, ``not-needed``, ``untried``, ``unsupported``, ``bypassed`` or
+    ``off``."""
     reason: str
     """One sentence for a person."""
     torch_version: Optional[str]
@@ -60,7 +64,7 @@ def decide(torch_version: str, stage_module: ModuleType, policy: str) -> Status:
     return Status(state, reason, torch_version, policy)
 
 
-def _judge(torch_version: str, stage_module: ModuleType, policy: str) -> tuple[str, str]:
+def _judge(torch_version: str, stage_module: ModuleType, policy: str) -> tuple[State, str]:
     """State and reason of the decision."""
     is_from_fixed = _is_release_from(FIRST_FIXED, torch_version)
     if hasattr(getattr(stage_module, "_RecvInfo", None), "take_buffer"):

@@ -121,7 +121,7 @@ _active: Optional[str] = None
 
 
 def load(policy: str) -> None:
-    """Import what `put_in` needs of a policy, and must not import while a lock is held."""
+    """Import what `apply` needs of a policy, and must not import while a lock is held."""
     for around in ALL[policy].methods.values():
         _function(around.before)
         _function(around.after)
@@ -144,7 +144,7 @@ def standing(stage_module: ModuleType) -> Iterator[tuple[str, Any, Any]]:
             yield f"{cls.__name__}.{name}", vars(cls)[name], there and there.method
 
 
-def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exception], None]) -> None:
+def apply(stage_module: ModuleType, policy: str, on_failure: Callable[[Exception], None]) -> None:
     """Make `policy` what the stage methods do, in place of any other policy.
 
     A wrapper of ours that is still there, outermost or beneath another
@@ -158,7 +158,7 @@ def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exceptio
     """
     global _active
     if policy != _active:
-        take_out(keep=ALL[policy].methods)
+        revert(keep=ALL[policy].methods)
     for name, around in ALL[policy].methods.items():
         for cls in stage_classes_with(stage_module, name):
             there = _in_place.get((cls, name))
@@ -173,8 +173,8 @@ def put_in(stage_module: ModuleType, policy: str, on_failure: Callable[[Exceptio
     _active = policy
 
 
-def take_out(keep: Container[str] = ()) -> None:
-    """Undo `put_in`: the original function object where our wrapper is outermost.
+def revert(keep: Container[str] = ()) -> None:
+    """Undo `apply`: the original function object where our wrapper is outermost.
 
     Where another package has wrapped ours since, theirs stays and ours does
     nothing more. Wrappers of the methods in `keep` stay, doing nothing.

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pp_hookfix
 from pp_hookfix.policies import AUDIT
-from pp_hookfix.request import AUDIT_VARIABLE
+from pp_hookfix.settings import AUDIT_VARIABLE
 from pp_hookfix.verification import schedules, training
 from pp_hookfix.verification.ranks import Rank
 from pp_hookfix.verification.training import FEATURES, ROWS, InputHooks, Record

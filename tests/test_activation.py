@@ -374,7 +374,7 @@ print(type(torch.distributed).__name__, again is torch.distributed)
 pp_hookfix.disable()
 print(type(torch.distributed).__name__)
 """
-    assert run(script, torch_path) == "_Telling True\nmodule\n"
+    assert run(script, torch_path) == "_NotifyingModule True\nmodule\n"
 
 
 # --- what is true now

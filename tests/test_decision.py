@@ -1,12 +1,16 @@
 """Which torch is patched, which needs nothing, and which is left alone with a warning."""
 
+import inspect
+import re
 import types
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import stand_in
 
-from pp_hookfix.decision import decide
+import pp_hookfix
+from pp_hookfix.decision import State, Status, decide
 from pp_hookfix.policies import POLICIES
 
 PERSISTENT = stand_in.STAGE
@@ -161,7 +165,12 @@ def test_a_policy_is_patched_where_its_methods_are(policy: str) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "method"),
-    [(policy, method) for policy in POLICIES for method in POLICIES[policy].methods],
+    [
+        (policy, method)
+        for policy in POLICIES
+        for method, around in POLICIES[policy].methods.items()
+        if not around.is_optional
+    ],
 )
 def test_a_policy_is_unsupported_where_a_method_of_its_is_gone(policy: str, method: str) -> None:
     status = decide("2.14.1", module(FRESH.replace(method, "_gone")), policy)
@@ -188,3 +197,13 @@ def test_status_is_immutable() -> None:
     status: Any = decide("2.13.0", module(PERSISTENT), "detach")
     with pytest.raises(AttributeError):
         status.state = "off"
+
+
+def test_the_states_are_told_alike_everywhere() -> None:
+    states = set(get_args(State))
+    source = inspect.getsource(Status)
+    assert set(re.findall(r"``([a-z-]+)``", source.partition("reason: str")[0])) == states
+    assert set(re.findall(r"``([a-z-]+)``", pp_hookfix.status.__doc__ or "")) - {"state"} >= states
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    told = readme.partition("has the `state` (")[2].partition(")")[0]
+    assert set(re.findall(r"`([a-z-]+)`", told)) == states

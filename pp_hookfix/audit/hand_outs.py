@@ -160,16 +160,18 @@ def begin_step(stage: Any, result: Any, args: Any, kwargs: Any) -> Any:
 def before_receive(stage: Any, args: Any, kwargs: Any) -> None:
     """Before ``_get_recv_ops(recv_infos[, group])``: from here on, torch writes."""
     seen = stages.of(stage)
-    for info in args[0] if args else kwargs["recv_infos"]:
+    recv_infos = args[0] if args else kwargs["recv_infos"]
+    is_input = any(recv_infos is infos for infos in stage.args_recv_info.values())
+    for info in recv_infos:
         tensor = getattr(info, "buffer", None)
         if isinstance(tensor, torch.Tensor):
             buffer = _buffer_of(tensor, seen)
-            if buffer.direction == "input" and tensor.grad is not None:
+            if is_input and tensor.grad is not None:
                 # Left to the next microbatch that has this buffer.
                 seen.attributes.add(".grad")
             buffer.count_references(tensor, "receive")
             buffer.has_received = True
-            seen.has_posted = True
+            seen.posted.add("input" if is_input else "gradient")
 
 
 def hand_out_activations(stage: Any, activations: Any, args: Any, kwargs: Any) -> Any:
@@ -213,7 +215,7 @@ def _hand_out(stage: Any, direction: str, infos: Any, microbatch: int) -> None:
         tensor = getattr(info, "buffer", None)
         if not isinstance(tensor, torch.Tensor) or getattr(info, "is_root_arg", False):
             continue
-        seen.has_been_handed = True
+        seen.handed.add(direction)
         buffer = _buffer_of(tensor, seen)
         buffer.stage, buffer.direction = seen, direction
         if buffer.last == (seen.period, microbatch):
@@ -258,8 +260,6 @@ def _state(tensor: torch.Tensor) -> dict[str, Any]:
     }
     state["shared"] = tensor.is_shared()
     state[".names"] = getattr(tensor, "names", None)  # gone in 2.13
-    state[".requires_grad"] = tensor.requires_grad
-    state[".grad_fn"] = not tensor.is_leaf
     state[".__class__"] = type(tensor)
     return state
 

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any, Callable, Optional
 
-from pp_hookfix import activation, request
+from pp_hookfix import activation, settings
 
 _SECONDS = 0.5  # between two writings, once there were
 _AT_ONCE = 30  # so that a job which is killed early has left something
@@ -25,7 +25,7 @@ _document: "Optional[Callable[[], list[dict[str, Any]]]]" = None
 def begin() -> None:
     """Note that this process is there, and write what it saw when it ends."""
     global _folder
-    _folder = os.environ[request.AUDIT_VARIABLE]
+    _folder = os.environ[settings.AUDIT_VARIABLE]
     _be_new()
     with contextlib.suppress(OSError), open(_file(), "x", encoding="utf-8"):
         pass
@@ -84,9 +84,9 @@ def _write(has_ended: bool = False) -> None:
         return
     import json
 
-    from pp_hookfix import in_force
+    from pp_hookfix import current_status
 
-    status = in_force.status()
+    status = current_status.status()
     text = json.dumps(
         {
             "began": _began,

@@ -20,7 +20,9 @@ class Stage:
         self.trained = self.evaluated = 0  # steps
         self.period = 0  # counts both
         self.is_cleared_by_schedule = False
-        self.has_posted = self.has_been_handed = False
+        # Directions in which it received, and was handed something, by torch's own means.
+        self.posted: set[str] = set()
+        self.handed: set[str] = set()
         self.not_looked_at: set[str] = set()
         # Of hooks, in this step and the most of any; `again` are calls of hooks that were put
         # on for an earlier hand-out, and `left` hooks that were there at the next.
@@ -61,8 +63,8 @@ class Stage:
             now.clear()
         # What hooks of a step hold is known in the next, when their code is over.
         self._pinned_in_step = 0
-        if self.has_posted and not self.has_been_handed:
-            self.not_looked_at.add("it takes what it receives from torch by code of its own")
+        for direction in self.posted - self.handed:
+            self.not_looked_at.add(f"it takes a received {direction} by code of its own")
 
     def note_pinned(self, size: int, is_news: bool) -> None:
         """Bytes that hooks hold, of the last step or (counted anew) of earlier ones."""

@@ -5,11 +5,12 @@
 One virtual environment at a time, removed afterwards. Per release, in parts: the
 fingerprints of the methods that are wrapped; ``pp-hookfix verify --json``; the tests of the
 regression, of the policies and of users' own stages; and those of the audit, on Gloo with 2
-and 4 ranks. Only what a run wrote goes into docs/releases.json, as each release ends; without
-versions, each release has those parts run that the record lacks, so that an interrupted run
-goes on where it stopped. Releases are those of `RELEASES`, and any final one since that the
-package index has. docs/releases.md, and the fingerprints that are shipped, are made from the
-record (releases_table.py).
+and 4 ranks. Only what a run wrote goes into docs/releases.json, as each release ends, with a
+fingerprint of the package's code; without versions, each release has those parts run that the
+record lacks of the code that is here, so that an interrupted run goes on where it stopped.
+Releases are those of `RELEASES`, and any final one since that the package index has.
+docs/releases.md, and the fingerprints that are shipped, are made from the record
+(releases_table.py).
 """
 
 import argparse
@@ -28,6 +29,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import releases_table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import evidence
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "releases.json"
@@ -75,7 +79,7 @@ def build_of(python: Path) -> dict[str, Any]:
 
 def sources_on(python: Path) -> dict[str, str]:
     show = (
-        "import importlib, json; from pp_hookfix import activation, known_sources as known; "
+        "import importlib, json; from pp_hookfix import activation, fingerprints as known; "
         "stage = importlib.import_module(activation.STAGE_MODULE); "
         "print(json.dumps(known.fingerprints(stage)))"
     )
@@ -155,6 +159,7 @@ def one_release(version: str, wheel: str, folder: Path, parts: list[str]) -> dic
             entry[part] = verify_on(python)
         else:
             entry[part] = tests_on(python, folder, TESTS[part])
+        entry.setdefault("of", {})[part] = evidence.stamp()
     return entry
 
 
@@ -196,7 +201,13 @@ def main() -> int:
     wanted = {
         version: parts
         if arguments.versions
-        else [part for part in parts if part not in record.get(version, {})]
+        else [
+            part
+            for part in parts
+            if not evidence.is_of(
+                record.get(version, {}).get("of", {}).get(part), evidence.fingerprint()
+            )
+        ]
         for version in arguments.versions or releases
     }
     wanted = {version: lacking for version, lacking in wanted.items() if lacking}
@@ -207,7 +218,8 @@ def main() -> int:
         folder = Path(tempfile.mkdtemp(prefix="pp_hookfix-release-"))
         try:
             gained = one_release(version, arguments.wheel, folder, lacking)
-            record[version] = {**record.get(version, {}), **gained}
+            of = {**record.get(version, {}).get("of", {}), **gained.get("of", {})}
+            record[version] = {**record.get(version, {}), **gained, "of": of}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         ordered = {version: record[version] for version in sorted(record, key=_order)}

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
-from pp_hookfix import known_sources
+from pp_hookfix import fingerprints
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import evidence
 
 ROOT = Path(__file__).parents[2]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "pp_hookfix"
@@ -34,8 +37,9 @@ def most_fired(by_stage: list[list[int]]) -> str:
     return " ".join(map(str, max(by_stage, key=sum, default=[])))
 
 
-def row(version: str, entry: dict[str, Any]) -> str:
+def row(version: str, entry: dict[str, Any], code: str) -> str:
     """One line of the table."""
+    of: dict[str, Any] = entry.get("of", {})
     if "not_installed" in entry:
         return f"| {version} | not installed: see the record | | | | | | | | |"
     build, verify = entry["build"], entry["verify"]
@@ -50,21 +54,22 @@ def row(version: str, entry: dict[str, Any]) -> str:
             most_fired([counts for one in schedules for counts in one["hooks"].values()]),
             most_fired([counts for result in results for counts in result["hooks"].values()]),
             "yes" if equal else "NO",
-            ", ".join(sorted(states)),
+            ", ".join(sorted(states)) + evidence.age(of.get("verify"), code),
         ]
     else:
         cells += ["", f"verify {verify.get('hung') or 'failed: see the record'}", "", "", ""]
-    cells += [_counts(entry.get(part)) for part in TESTS]
+    cells += [_counts(entry.get(part), of.get(part), code) for part in TESTS]
     return f"| {' | '.join(cells)} |"
 
 
-def _counts(tests: Optional[dict[str, Any]]) -> str:
+def _counts(tests: Optional[dict[str, Any]], of: Optional[dict[str, Any]], code: str) -> str:
     if tests is None:
         return "not run yet"
     if "hung" in tests:
         return f"hung: {tests['hung']}"
     counts = f"{tests['passed']} passed, {tests['skipped']} skipped"
     failed = tests["failures"] + tests["errors"]
+    counts += evidence.age(of, code)
     return f"{counts}, **{failed} failed**" if failed else counts
 
 
@@ -73,13 +78,20 @@ def summary(entry: dict[str, Any]) -> str:
     if "not_installed" in entry:
         return "NOT INSTALLED"
     verified = entry["verify"].get("exit_status")
-    counts = "; ".join(f"{part}: {_counts(entry.get(part))}" for part in TESTS)
+    of, code = entry.get("of", {}), evidence.fingerprint()
+    counts = "; ".join(f"{part}: {_counts(entry.get(part), of.get(part), code)}" for part in TESTS)
     return f"verify exits {verified}; {counts}"
 
 
-def write(record: dict[str, Any]) -> None:
-    """docs/releases.md from the whole record, and the fingerprints that are shipped."""
-    lines = [row(version, entry) for version, entry in record.items()]
+def write(record: dict[str, Any], code: str = "") -> None:
+    """docs/releases.md from the whole record, and the fingerprints that are shipped.
+
+    Args:
+        record: what docs/releases.json has.
+        code: the package's, to which the page holds the entries; default: that which is here.
+    """
+    code = code or evidence.fingerprint()
+    lines = [row(version, entry, code) for version, entry in record.items()]
     reasons = sorted(
         {
             reason
@@ -89,9 +101,9 @@ def write(record: dict[str, Any]) -> None:
         }
     )
     foot = "\nWhat was skipped, and why:\n\n" + "".join(f"- {reason}\n" for reason in reasons)
-    (DOCS / "releases.md").write_text(HEAD + "\n".join(lines) + "\n" + foot)
+    (DOCS / "releases.md").write_text(HEAD + "\n".join(lines) + "\n" + foot + evidence.foot(code))
     sources = {version: entry["sources"] for version, entry in record.items() if "sources" in entry}
-    (PACKAGE / known_sources.FILE.name).write_text(known_sources.text(sources))
+    (PACKAGE / fingerprints.FILE.name).write_text(fingerprints.text(sources))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import evidence
 import pytest
 import releases_table
 from test_decision import FRESH, JUST_IN_TIME, module
 
-from pp_hookfix import known_sources
+from pp_hookfix import fingerprints
 from pp_hookfix.decision import decide
 from pp_hookfix.policies import POLICIES
 
@@ -57,7 +58,8 @@ def test_the_table_is_made_from_the_record(monkeypatch: pytest.MonkeyPatch, tmp_
     table = (RECORD.parent / "releases.md").read_text()
     monkeypatch.setattr(releases_table, "DOCS", tmp_path)
     monkeypatch.setattr(releases_table, "PACKAGE", tmp_path)
-    releases_table.write(json.loads(RECORD.read_text()))
+    code = evidence.code_of(RECORD.parent / "releases.md")
+    releases_table.write(json.loads(RECORD.read_text()), code)
     assert (tmp_path / "releases.md").read_text() == table
-    shipped = known_sources.FILE
+    shipped = fingerprints.FILE
     assert (tmp_path / shipped.name).read_text() == shipped.read_text()

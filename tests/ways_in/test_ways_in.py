@@ -20,7 +20,7 @@ from conftest import ELSEWHERE, python
 import pp_hookfix
 
 PACKAGE = Path(pp_hookfix.__file__).parents[1]
-OURS = Path(pp_hookfix.__file__).parent / "in_every_process"
+OURS = Path(pp_hookfix.__file__).parent / "bootstrap"
 REPORT = """
 import torch.distributed.pipelining
 import pp_hookfix
@@ -277,7 +277,7 @@ def test_run_does_not_reach_an_isolated_python(flag: str, torch_path: Path) -> N
 
 def test_run_and_a_broken_pp_hookfix(tmp_path: Path) -> None:
     # Whatever is wrong with ours, the interpreter starts.
-    copy = tmp_path / "packages" / "pp_hookfix" / "in_every_process"
+    copy = tmp_path / "packages" / "pp_hookfix" / "bootstrap"
     copy.mkdir(parents=True)
     (copy / "sitecustomize.py").write_text((OURS / "sitecustomize.py").read_text())
     (copy.parent / "__init__.py").write_text("raise RuntimeError('broken')")

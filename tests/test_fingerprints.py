@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import stand_in
 
-from pp_hookfix import known_sources
+from pp_hookfix import fingerprints
 from pp_hookfix.policies import POLICIES
 
 METHOD = "_PipelineStageBase._retrieve_recv_activations"
@@ -26,55 +26,55 @@ def stage_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def record(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
     (folder / "known.json").write_text(text)
-    monkeypatch.setattr(known_sources, "FILE", folder / "known.json")
+    monkeypatch.setattr(fingerprints, "FILE", folder / "known.json")
 
 
 def test_a_build_that_has_a_releases_code(
     stage_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = known_sources.fingerprints(stage_module)
+    found = fingerprints.fingerprints(stage_module)
     assert list(found) == [METHOD]
     other = {METHOD: "another"}
     record(
         monkeypatch,
         tmp_path,
-        known_sources.text({"2.12.0": other, "2.13.0": found, "2.14.0": found}),
+        fingerprints.text({"2.12.0": other, "2.13.0": found, "2.14.0": found}),
     )
-    assert known_sources.tried_as(stage_module, "detach") == ["2.13.0", "2.14.0"]
-    assert "torch 2.13.0 to 2.14.0, which was tried" in known_sources.in_words(["2.13.0", "2.14.0"])
+    assert fingerprints.tried_as(stage_module, "detach") == ["2.13.0", "2.14.0"]
+    assert "torch 2.13.0 to 2.14.0, which was tried" in fingerprints.in_words(["2.13.0", "2.14.0"])
     # Beneath our wrapper, or anybody's, it is the same.
     import functools
 
     base = stage_module._PipelineStageBase
     original = base._retrieve_recv_activations
     base._retrieve_recv_activations = functools.wraps(original)(lambda *args: original(*args))
-    assert known_sources.fingerprints(stage_module) == found
+    assert fingerprints.fingerprints(stage_module) == found
 
 
 def test_a_build_unlike_any_release(
     stage_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record(monkeypatch, tmp_path, known_sources.text({"2.13.0": {METHOD: "another"}}))
-    assert known_sources.tried_as(stage_module, "detach") == []
-    assert "`pp-hookfix verify` will tell" in known_sources.in_words([])
+    record(monkeypatch, tmp_path, fingerprints.text({"2.13.0": {METHOD: "another"}}))
+    assert fingerprints.tried_as(stage_module, "detach") == []
+    assert "`pp-hookfix verify` will tell" in fingerprints.in_words([])
     # Every method that a policy wraps must be a release's, and of one release.
     both = {METHOD: "another", "_PipelineStageBase._retrieve_recv_grads": "g"}
-    monkeypatch.setattr(known_sources, "fingerprints", lambda _: both)
+    monkeypatch.setattr(fingerprints, "fingerprints", lambda _: both)
     record(
         monkeypatch,
         tmp_path,
-        known_sources.text({"2.12.0": {METHOD: "another"}, "2.13.0": {**both, METHOD: "b"}}),
+        fingerprints.text({"2.12.0": {METHOD: "another"}, "2.13.0": {**both, METHOD: "b"}}),
     )
-    assert known_sources.tried_as(stage_module, "detach") == ["2.12.0"]
-    assert known_sources.tried_as(stage_module, "clone") == []
+    assert fingerprints.tried_as(stage_module, "detach") == ["2.12.0"]
+    assert fingerprints.tried_as(stage_module, "clone") == []
 
 
 def test_a_source_that_cannot_be_had(stage_module: ModuleType, tmp_path: Path) -> None:
     exec("def _retrieve_recv_activations(self, fwd_chunk_id): ...", vars(stage_module))
     made = vars(stage_module)["_retrieve_recv_activations"]
     stage_module._PipelineStageBase._retrieve_recv_activations = made
-    assert known_sources.fingerprints(stage_module) == {METHOD: ""}
-    assert known_sources.tried_as(stage_module, "detach") == []
+    assert fingerprints.fingerprints(stage_module) == {METHOD: ""}
+    assert fingerprints.tried_as(stage_module, "detach") == []
 
 
 def test_this_torch_was_tried() -> None:
@@ -83,9 +83,9 @@ def test_this_torch_was_tried() -> None:
     release = torch.__version__.partition("+")[0]
     if not any(
         release in releases
-        for by_source in json.loads(known_sources.FILE.read_text()).values()
+        for by_source in json.loads(fingerprints.FILE.read_text()).values()
         for releases in by_source.values()
     ):
         pytest.skip(f"torch {release} is not in the record")
     for policy in POLICIES:
-        assert release in known_sources.tried_as(stage_module, policy)
+        assert release in fingerprints.tried_as(stage_module, policy)

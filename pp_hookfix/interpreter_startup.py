@@ -13,7 +13,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from pp_hookfix.request import ENVIRONMENT_VARIABLE
+from pp_hookfix.settings import ENVIRONMENT_VARIABLE
 
 _MARK = "# Written by `pp-hookfix activate`. `pp-hookfix deactivate` removes it."
 _CODE = """\
@@ -102,7 +102,7 @@ def _named(by: str) -> str:
     path = Path(by)
     if "autowrapt" in (path.parent.name, path.name.partition("-")[0]):
         return f"autowrapt ({by})"
-    if path.parent.name == "in_every_process":
+    if path.parent.name == "bootstrap":
         return "`pp-hookfix run`, under which this command runs"
     if path == file():
         return f"`pp-hookfix activate` ({by})"

@@ -186,8 +186,8 @@ def test_no_permission(environment: Environment) -> None:
 
 def test_a_file_that_is_not_read_is_not_left_behind(environment: Environment) -> None:
     # -S for every interpreter: no .pth file is read.
-    (environment.packages / "pp_hookfix" / "environment.py").write_text(
-        (environment.packages / "pp_hookfix" / "environment.py")
+    (environment.packages / "pp_hookfix" / "interpreter_startup.py").write_text(
+        (environment.packages / "pp_hookfix" / "interpreter_startup.py")
         .read_text()
         .replace('[sys.executable, "-c", show]', '[sys.executable, "-S", "-c", show]')
     )
