@@ -6,7 +6,6 @@ With names, only those; the others stay as they were recorded.
 """
 
 import argparse
-import datetime
 import inspect
 import json
 import os
@@ -24,6 +23,9 @@ import step
 import table
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import evidence
+
 DOCS = Path(__file__).parents[1] / "docs"
 BENCHMARKS = {
     "call": call,
@@ -36,7 +38,8 @@ BENCHMARKS = {
 
 
 def write(recorded: dict[str, Any]) -> None:
-    """docs/benchmarks.json, and the page made from it."""
+    """docs/benchmarks.json, and the page made from it, held to the package's code."""
+    code = evidence.fingerprint()
     (DOCS / "benchmarks.json").write_text(json.dumps(recorded, indent=1) + "\n")
     page = (
         "# Benchmarks\n\nMade by `nox -s benchmarks`; not edited by hand. Medians of one run each, "
@@ -47,8 +50,9 @@ def write(recorded: dict[str, Any]) -> None:
             continue
         one = recorded[name]
         page += f"\n## {one['title']}\n\n{one['text']}\n\n{table.markdown(one['rows'])}\n"
-        page += f"{one['ran']}, torch {one['torch']}, Python {one['python']}, {one['machine']}.\n"
-    (DOCS / "benchmarks.md").write_text(page)
+        page += f"{one['ran']}, torch {one['torch']}, Python {one['python']}, {one['machine']}"
+        page += f"{evidence.age(one, code)}.\n"
+    (DOCS / "benchmarks.md").write_text(page + evidence.foot(code))
 
 
 def text_of(module: Any) -> tuple[str, str]:
@@ -75,7 +79,7 @@ def main() -> int:
         recorded[name] = {
             "title": title,
             "text": text,
-            "ran": datetime.date.today().isoformat(),
+            **evidence.stamp(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",

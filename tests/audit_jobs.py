@@ -151,16 +151,17 @@ ON_FOUR = ("registers_a_lambda", "keeps_the_input", "keeps_the_gradient", "keeps
 RUNS = (AUDIT, *POLICIES)
 
 
-def run(rank: ranks.Rank) -> dict[str, dict[str, Any]]:
-    """Every way in the schedules that this torch has."""
+def run(rank: ranks.Rank, where: str) -> dict[str, Any]:
+    """Every way in a schedule, or through the traced front end; none where torch has it not."""
     results = {}
-    for name in SCHEDULES:
-        for way in of(name) if name in schedules.available() else ():
-            with rank.time_limit(f"{name}, {way}"):
-                results[f"{name}-{way}"] = compared(rank, name, WAYS[way])
-    for way in TRACED:
-        with rank.time_limit(f"traced, {way}"):
-            results[f"traced-{way}"] = compared(rank, "GPipe", WAYS[way], traced_stages)
+    traced = where == "traced"
+    for way in TRACED if traced else of(where) if where in schedules.available() else ():
+        with rank.time_limit(f"{where}, {way}"):
+            results[way] = (
+                compared(rank, "GPipe", WAYS[way], traced_stages)
+                if traced
+                else compared(rank, where, WAYS[way])
+            )
     return results
 
 

@@ -528,11 +528,15 @@ def runs(with_stock: bool = True) -> dict[str, Policies]:
     return {**by_step, "switched": tuple(policy or "detach" for policy in SWITCHED)}
 
 
-def every_kind(rank: Rank) -> dict[str, Any]:
-    """Kinds by schedules by policies, compared with stock torch."""
+def schedules_of(kind: str) -> tuple[str, ...]:
+    return ("1F1B",) if kind in RINGS else SCHEDULES
+
+
+def every_kind(rank: Rank, schedule: str) -> dict[str, Any]:
+    """Kinds by policies in a schedule, compared with stock torch."""
     results: dict[str, Any] = {}
     for kind_name, kind in KINDS.items():
-        for name in ("1F1B",) if kind_name in RINGS else SCHEDULES:
+        for name in {schedule} & {*schedules_of(kind_name)}:
             hooks = None if kind_name in RINGS else InputHooks
             stock: Any = train(rank, Stage, name, (None,) * STEPS, None) if hooks is None else None
             for run_name, by_step in runs(with_stock=hooks is not None).items():
@@ -709,8 +713,3 @@ def read(rank: Rank, policies: Sequence[str]) -> dict[str, Any]:
         stock = stock or (record, seen)
         found[str(policy)] = {**equal(stock[0], record), "seen": same(stock[1], seen)}
     return found
-
-
-def run(rank: Rank) -> dict[str, Any]:
-    """Every scenario that is to be as on stock torch."""
-    return {"every_kind": every_kind(rank), "every_habit": every_habit(rank)}

@@ -4,6 +4,7 @@ The jobs run within one spawn (audit_jobs.py), each way of audit_ways.py on stoc
 audit and under each policy.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from audit_jobs import MICROBATCHES, STEPS
 from audit_ways import POST, WAYS
-from conftest import AFFECTED, TORCH, spawned
+from conftest import AFFECTED, BACKENDS, TORCH, full, spawned
 
 from pp_hookfix.audit import report
 from pp_hookfix.policies import AUDIT, POLICIES
@@ -33,26 +34,28 @@ def has_buffers_anew(name: str) -> bool:
     return "evaluates between" in WAYS[name].options and TORCH >= (2, 12)
 
 
-every_job = pytest.mark.parametrize(
-    ("where", "name"),
-    [
+def every_job(test: Any) -> Any:
+    """By backend, schedule and way: those of 1F1B by default."""
+    matrix = [
         *((schedule, way) for schedule in jobs.SCHEDULES for way in jobs.of(schedule)),
         *(("traced", way) for way in jobs.TRACED),
-    ],
-)
+    ]
+    params = [pytest.param(*job, marks=() if job[0] == "1F1B" else full) for job in matrix]
+    of_each = pytest.mark.parametrize(("where", "name"), params)
+    return pytest.mark.parametrize("backend", BACKENDS)(of_each(test))
 
 
-@pytest.fixture(scope="module", params=["gloo", "nccl"])
-def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each of two ranks saw."""
-    return spawned(jobs.run, 2, request.param)
+@functools.cache
+def seen(backend: str, where: str) -> list[dict[str, Any]]:
+    """What each of two ranks saw of every way."""
+    return spawned(jobs.run, 2, backend, where=where)
 
 
-def of_job(seen: list[dict[str, Any]], where: str, name: str) -> list[dict[str, Any]]:
+def of_job(backend: str, where: str, name: str) -> list[dict[str, Any]]:
     """What each rank saw of one job."""
-    if f"{where}-{name}" not in seen[0]:
+    if name not in seen(backend, where)[0]:
         pytest.skip(f"this torch has no {where}")
-    return [results[f"{where}-{name}"] for results in seen]
+    return [results[name] for results in seen(backend, where)]
 
 
 def microbatches_of(where: str) -> int:
@@ -67,8 +70,8 @@ def stages(results: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict
 
 
 @every_job
-def test_it_is_the_job_of_stock_torch(seen: list[dict[str, Any]], where: str, name: str) -> None:
-    for result in of_job(seen, where, name):
+def test_it_is_the_job_of_stock_torch(backend: str, where: str, name: str) -> None:
+    for result in of_job(backend, where, name):
         assert result["state"] == "patched", "nothing of the audit's has failed"
         audited = dict(result[AUDIT])
         assert audited.pop("equal"), "losses and gradients"
@@ -76,11 +79,9 @@ def test_it_is_the_job_of_stock_torch(seen: list[dict[str, Any]], where: str, na
 
 
 @every_job
-def test_hooks_are_those_that_stock_torch_fires(
-    seen: list[dict[str, Any]], where: str, name: str
-) -> None:
+def test_hooks_are_those_that_stock_torch_fires(backend: str, where: str, name: str) -> None:
     way = WAYS[name]
-    for found, result in stages(of_job(seen, where, name)):
+    for found, result in stages(of_job(backend, where, name)):
         stays = found["stage"] in result["receiving"] and not has_buffers_anew(name)
         if not way.hooks or not stays:
             assert found["hooks"] == []
@@ -98,11 +99,9 @@ def test_hooks_are_those_that_stock_torch_fires(
 
 
 @every_job
-def test_kept_is_what_stock_torch_overwrites(
-    seen: list[dict[str, Any]], where: str, name: str
-) -> None:
+def test_kept_is_what_stock_torch_overwrites(backend: str, where: str, name: str) -> None:
     way = WAYS[name]
-    for found, result in stages(of_job(seen, where, name)):
+    for found, result in stages(of_job(backend, where, name)):
         direction = ["receiving", "sending"][way.kept == "gradient"]
         # Stages that are handed a neighbour's own tensor keep that.
         overwritten = result["stock"]["changed"][found["stage"]]
@@ -122,9 +121,9 @@ def test_kept_is_what_stock_torch_overwrites(
 
 
 @every_job
-def test_the_verdict(seen: list[dict[str, Any]], where: str, name: str) -> None:
+def test_the_verdict(backend: str, where: str, name: str) -> None:
     way = WAYS[name]
-    found = [{"run": 1, **one} for one, _ in stages(of_job(seen, where, name))]
+    found = [{"run": 1, **one} for one, _ in stages(of_job(backend, where, name))]
     needs = "nothing" if has_buffers_anew(name) else way.needs
     assert report._needs([], found) == (None if needs == "unknown" else needs)
     said = " ".join(words for one in found for words in one["not_looked_at"])
@@ -133,20 +132,18 @@ def test_the_verdict(seen: list[dict[str, Any]], where: str, name: str) -> None:
 
 
 @every_job
-def test_attributes(seen: list[dict[str, Any]], where: str, name: str) -> None:
-    for found, result in stages(of_job(seen, where, name)):
+def test_attributes(backend: str, where: str, name: str) -> None:
+    for found, result in stages(of_job(backend, where, name)):
         has = WAYS[name].attributes if found["stage"] in result["receiving"] else ()
         assert found["attributes"] == sorted(has)
 
 
 @every_job
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_way_ends_with_its_step(
-    seen: list[dict[str, Any]], where: str, name: str, policy: str
-) -> None:
+def test_every_way_ends_with_its_step(backend: str, where: str, name: str, policy: str) -> None:
     """What the verdict promises, of each policy."""
     way = WAYS[name]
-    for result in of_job(seen, where, name):
+    for result in of_job(backend, where, name):
         under = result[policy]
         assert under["equal"] or way.changes
         assert set(under["met"].values()) <= {0}
@@ -159,10 +156,13 @@ def test_every_way_ends_with_its_step(
                 assert fired == [result["stock"]["fired"][stage][0]] * STEPS
 
 
-@pytest.mark.parametrize("name", jobs.SCHEDULES)
-def test_memory_that_hooks_hold(seen: list[dict[str, Any]], name: str) -> None:
-    for found, result in stages(of_job(seen, name, "holds_memory")):
-        step = 1000 * microbatches_of(name) if found["stage"] in result["receiving"] else 0
+@every_job
+def test_memory_that_hooks_hold(backend: str, where: str, name: str) -> None:
+    for found, result in stages(of_job(backend, where, name)):
+        if name != "holds_memory":
+            assert found["pinned_bytes_per_step"] == 0
+            continue
+        step = 1000 * microbatches_of(where) if found["stage"] in result["receiving"] else 0
         assert found["pinned_bytes_per_step"] == step
         assert found["pinned_bytes_on_stock_by_last_step"] == STEPS * step
 
@@ -173,6 +173,7 @@ def test_the_rows_are_different() -> None:
     assert len({way.do for way in WAYS.values()}) == len(WAYS)
 
 
+@full
 def test_on_four_ranks() -> None:
     for results in spawned(jobs.run_on_four, 4, "gloo"):
         for job, result in results.items():

@@ -70,6 +70,7 @@ def test_verify_as_json_prints_nothing_else() -> None:
         assert schedule["hooks"] == {stage: [4, 8, 12] for stage in "123"}
 
 
+@pytest.mark.full
 def test_verify_needs_no_numpy(tmp_path: Path) -> None:
     # torch does not install it, and its own exchange of objects needs it.
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['numpy'] = None")

@@ -4,12 +4,13 @@ All that is to be as on stock torch runs within one spawn (own_stage_scenarios.p
 that gets the error takes the others with it, so that is a spawn of its own.
 """
 
+import functools
 from typing import Any
 
 import own_stage_scenarios as scenarios
 import pytest
 import torch
-from conftest import AFFECTED, spawned
+from conftest import AFFECTED, BACKENDS, full, spawned
 
 from pp_hookfix.policies import AUDIT, POLICIES
 from pp_hookfix.verification import ranks
@@ -24,35 +25,43 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=["gloo", "nccl"])
-def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each of two ranks saw."""
-    return spawned(scenarios.run, 2, request.param)
+@functools.cache
+def seen(backend: str, schedule: str) -> list[dict[str, Any]]:
+    """What each of two ranks saw of every kind in a schedule."""
+    return spawned(scenarios.every_kind, 2, backend, schedule=schedule)
 
 
+@functools.cache
+def seen_of_habits(backend: str) -> list[dict[str, Any]]:
+    return spawned(scenarios.every_habit, 2, backend)
+
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_kind = pytest.mark.parametrize(
     ("kind", "schedule"),
     [
-        (kind, schedule)
+        pytest.param(kind, schedule, marks=() if schedule == "1F1B" else full)
         for kind in scenarios.KINDS
-        for schedule in (("1F1B",) if kind in scenarios.RINGS else scenarios.SCHEDULES)
+        for schedule in scenarios.schedules_of(kind)
     ],
 )
 
 
+@every_backend
 @every_kind
 @pytest.mark.parametrize("run", RUNS)
 def test_every_kind_trains_as_on_stock_torch(
-    seen: list[dict[str, Any]], kind: str, schedule: str, run: str
+    backend: str, kind: str, schedule: str, run: str
 ) -> None:
-    for results in seen:
-        result = results["every_kind"][f"{kind}-{schedule}-{run}"]
+    for results in seen(backend, schedule):
+        result = results[f"{kind}-{schedule}-{run}"]
         assert (result["losses"], result["gradients"], result["seen"]) == (True, True, True)
 
 
+@every_backend
 @every_kind
-def test_what_it_saw_was_something(seen: list[dict[str, Any]], kind: str, schedule: str) -> None:
-    sees = sum(results["every_kind"][f"{kind}-{schedule}-fresh"]["sees"] for results in seen)
+def test_what_it_saw_was_something(backend: str, kind: str, schedule: str) -> None:
+    sees = sum(results[f"{kind}-{schedule}-fresh"]["sees"] for results in seen(backend, schedule))
     assert bool(sees) == (
         kind
         in (
@@ -62,17 +71,19 @@ def test_what_it_saw_was_something(seen: list[dict[str, Any]], kind: str, schedu
     )
 
 
+@every_backend
+@every_kind
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", scenarios.SCHEDULES)
-@pytest.mark.parametrize("kind", [kind for kind in scenarios.KINDS if kind not in OUT_OF_REACH])
 def test_hooks_end_with_their_step_whoever_else_has_the_buffers(
-    seen: list[dict[str, Any]], kind: str, schedule: str, policy: str
+    backend: str, kind: str, schedule: str, policy: str
 ) -> None:
-    for results in seen:
-        for stage, hooks in results["every_kind"][f"{kind}-{schedule}-{policy}"]["hooks"].items():
+    if kind in OUT_OF_REACH:
+        return
+    for results in seen(backend, schedule):
+        for stage, hooks in results[f"{kind}-{schedule}-{policy}"]["hooks"].items():
             if stage > 0:
                 assert hooks == [scenarios.MICROBATCHES] * scenarios.STEPS
-        stock = results["every_kind"][f"Stage-{schedule}-stock"]["hooks"]
+        stock = results[f"Stage-{schedule}-stock"]["hooks"]
         assert all(
             hooks[-1] == scenarios.MICROBATCHES * scenarios.STEPS
             for stage, hooks in stock.items()
@@ -80,13 +91,14 @@ def test_hooks_end_with_their_step_whoever_else_has_the_buffers(
         )
 
 
+@every_backend
 @pytest.mark.parametrize("habit", [habit.__name__ for habit in scenarios.HABITS])
 @pytest.mark.parametrize("run", RUNS)
-def test_what_is_done_with_a_pipeline(seen: list[dict[str, Any]], habit: str, run: str) -> None:
-    for results in seen:
-        if results["every_habit"][f"{habit}-{run}"] is None:
+def test_what_is_done_with_a_pipeline(backend: str, habit: str, run: str) -> None:
+    for results in seen_of_habits(backend):
+        if results[f"{habit}-{run}"] is None:
             pytest.skip("fewer_microbatches: eval() from torch 2.9 on; other_lengths: from 2.6 on")
-        assert results["every_habit"][f"{habit}-{run}"] is True
+        assert results[f"{habit}-{run}"] is True
 
 
 def test_what_is_gone_under_fresh_alone() -> None:

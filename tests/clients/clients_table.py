@@ -9,6 +9,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import evidence
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 HEAD = """\
@@ -28,13 +31,14 @@ def add(name: str, entry: dict[str, Any]) -> None:
     """Put a case into the record, in the place of an earlier run of it."""
     path = DOCS / "clients.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    record[name] = entry
+    record[name] = {**evidence.stamp(), **entry}
     path.write_text(json.dumps(record, indent=1) + "\n")
     write(record)
 
 
-def write(record: dict[str, Any]) -> None:
-    """docs/clients.md from the whole record."""
+def write(record: dict[str, Any], code: str = "") -> None:
+    """docs/clients.md from the whole record, held to the package's code (default: here)."""
+    code = code or evidence.fingerprint()
     by_client: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, entry in record.items():
         by_client[entry["client"]][name.partition(": ")[2]] = entry
@@ -48,7 +52,9 @@ def write(record: dict[str, Any]) -> None:
         )
         titles = ["case", "ranks", "compared", "hooks without", "hooks with", *policies]
         page += f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}\n"
-        page += "".join(f"| {' | '.join(_row(name, cases[name], policies))} |\n" for name in cases)
+        for name, entry in cases.items():
+            row = _row(name + evidence.age(entry, code), entry, policies)
+            page += f"| {' | '.join(row)} |\n"
         for name, entry in cases.items():
             for policy, result in entry.get("policies", {}).items():
                 for what in result.get("differs", [result.get("failed")]):
@@ -56,7 +62,7 @@ def write(record: dict[str, Any]) -> None:
             if "not_compared" in entry:
                 page += f"\n{name}: not compared, it fails without the plugin: "
                 page += f"`{entry['not_compared'][:300]}`\n"
-    (DOCS / "clients.md").write_text(page)
+    (DOCS / "clients.md").write_text(page + evidence.foot(code))
 
 
 def _row(name: str, entry: dict[str, Any], policies: list[str]) -> list[str]:

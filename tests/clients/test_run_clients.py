@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import clients_table
+import evidence
 import pytest
 import run_clients
 from conftest import AFFECTED, TORCH, python
@@ -40,6 +41,7 @@ def test_the_same_to_the_last_bit_or_not_and_hooks_that_pile_up() -> None:
 
 
 @affected
+@pytest.mark.full
 def test_the_plugin_may_come_after_the_stages() -> None:
     entry = compared("train_stand_in.py", "clone", itself=True)
     assert entry["without"]["hooks"]["fired"] == [4, 8, 12]
@@ -93,9 +95,10 @@ def test_a_frameworks_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_is_made_from_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = (clients_table.DOCS / "clients.md").read_text()
+    code = evidence.code_of(clients_table.DOCS / "clients.md")
     record = json.loads((clients_table.DOCS / "clients.json").read_text())
     monkeypatch.setattr(clients_table, "DOCS", tmp_path)
-    clients_table.write(record)
+    clients_table.write(record, code)
     assert (tmp_path / "clients.md").read_text() == page
 
 

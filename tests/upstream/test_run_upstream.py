@@ -36,6 +36,7 @@ def cases(printed: str) -> dict[str, str]:
 
 
 @pytest.mark.skipif(not AFFECTED, reason=f"torch {torch.__version__} needs no plugin")
+@pytest.mark.full
 def test_each_outcome_is_told_and_what_the_plugin_breaks_fails() -> None:
     result = runner(TREE, "--limit", "30", "--policy", "detach")
     printed = result.stdout
@@ -86,6 +87,7 @@ def test_nothing_compared_is_no_success() -> None:
     assert result.stdout.endswith("Nothing was compared: no test passed without the plugin.\n")
 
 
+@pytest.mark.full
 def test_a_run_in_which_the_plugin_was_off_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import pp_hookfix; pp_hookfix.disable()")
     result = python(

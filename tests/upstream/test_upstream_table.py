@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import evidence
 import pytest
 import upstream_table
 
+DOCS = upstream_table.DOCS
 RECORD = json.loads((upstream_table.DOCS / "upstream.json").read_text())
 
 
@@ -20,7 +22,8 @@ def test_what_passed_without_the_plugin_passed_under_every_policy(version: str) 
 def test_the_page_is_made_from_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = (upstream_table.DOCS / "upstream.md").read_text()
     monkeypatch.setattr(upstream_table, "DOCS", tmp_path)
-    upstream_table.write(RECORD)
+    code = evidence.code_of(DOCS / "upstream.md")
+    upstream_table.write(RECORD, code)
     assert (tmp_path / "upstream.md").read_text() == page
 
 

@@ -3,12 +3,14 @@
 python tests/upstream/upstream_table.py
 """
 
-import datetime
 import json
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import evidence
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -40,7 +42,7 @@ def add(torch_version: str, entry: dict[str, Any]) -> None:
     """Put a run into the record, in the place of an earlier one of that release."""
     path = DOCS / "upstream.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    record[torch_version] = {"ran": datetime.date.today().isoformat(), **entry}
+    record[torch_version] = {**evidence.stamp(), **entry}
     record = dict(sorted(record.items(), key=lambda one: _order(one[0])))
     path.write_text(json.dumps(record, indent=1) + "\n")
     write(record)
@@ -50,13 +52,15 @@ def _order(torch_version: str) -> list[int]:
     return [int(part) for part in torch_version.partition("+")[0].split(".")]
 
 
-def write(record: dict[str, Any]) -> None:
-    """docs/upstream.md from the whole record."""
+def write(record: dict[str, Any], code: str = "") -> None:
+    """docs/upstream.md from the whole record, held to the package's code (default: here)."""
+    code = code or evidence.fingerprint()
     policies = list(dict.fromkeys(one for entry in record.values() for one in entry["policies"]))
     page = HEAD.format(policies=" | ".join(policies), lines="---|" * (len(policies) - 1) + "---")
     for version, entry in record.items():
         counts = [entry["tests"], entry["passed"], *map(entry["policies"].get, policies)]
-        cells = [version, entry["tree"], entry["where"], *map(str, counts)]
+        cells = [version + evidence.age(entry, code), entry["tree"], entry["where"]]
+        cells += map(str, counts)
         page += f"| {' | '.join(cells)} |\n"
     for version, entry in record.items():
         for title, tests in (("Not compared", "not_compared"), ("Broken", "broken")):
@@ -69,7 +73,7 @@ def write(record: dict[str, Any]) -> None:
                     page += f"- {', '.join(f'`{name}`' for name in names)}: {_inline(why)}"
                     page += "".join(f" ({words})" for part, words in IN_WORDS if part in why)
                     page += "\n"
-    (DOCS / "upstream.md").write_text(page)
+    (DOCS / "upstream.md").write_text(page + evidence.foot(code))
 
 
 def _inline(why: str) -> str:

@@ -68,6 +68,7 @@ def test_patched_behind_other_import_hooks(way: str) -> None:
     assert result.stdout == expected, result.stderr
 
 
+@pytest.mark.full
 def test_the_example_under_sitecustomize(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import pp_hookfix\n")
     env = {"PYTHONPATH": f"{tmp_path}:{PACKAGE}"}

@@ -1,4 +1,4 @@
-"""Try every way in with every tool that starts Python processes; write docs/ways-in.md's table.
+"""Try every way in with every tool that starts Python processes; write docs/ways-in.json and .md.
 
     python tests/ways_in/try_ways_in.py WHEEL
 
@@ -7,14 +7,17 @@ stand-in, since only what is patched is looked at. Each cell is a process and a 
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import environments
+import evidence
 import stand_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "ways-in.md"
@@ -179,20 +182,32 @@ def start_with(python: Path, flag: str, script: str) -> Callable[[list[str]], li
     return lambda run: [*run, str(python), *flag.split(), script]
 
 
+def write(record: dict[str, Any], code: str = "") -> None:
+    """The table in docs/ways-in.md, held to the package's code (default: that which is here)."""
+    code = code or evidence.fingerprint()
+    table = f"| | {' | '.join(f'`{way}`' for way in WAYS)} |\n|{'---|' * (len(WAYS) + 1)}\n"
+    for name, entry in record.items():
+        cells = [name + evidence.age(entry, code), *map(entry["ways"].get, WAYS)]
+        table += f"| {' | '.join(cells)} |\n"
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page.split(BEGIN)[0], page.split(END)[1].split("\n<!-- of the code")[0]
+    page = before + BEGIN + table + END + after.rstrip("\n") + "\n" + evidence.foot(code)
+    PAGE.write_text(page, encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("wheel", help="the built wheel")
     wheel = str(Path(parser.parse_args().wheel).resolve())
-    lines = [f"| | {' | '.join(f'`{way}`' for way in WAYS)} |\n", f"|{'---|' * (len(WAYS) + 1)}\n"]
+    record: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="pp_hookfix-ways-") as name:
         folder = Path(name)
         for row in rows(wheel, folder):
-            cells = [tried(row, way, folder) for way in WAYS]
-            lines.append(f"| {row.name} | {' | '.join(cells)} |\n")
-            print(lines[-1], end="", flush=True)
-    page = PAGE.read_text()
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    PAGE.write_text(before + BEGIN + "".join(lines) + END + after)
+            cells = {way: tried(row, way, folder) for way in WAYS}
+            record[row.name] = {**evidence.stamp(), "ways": cells}
+            print(f"{row.name}: {', '.join(cells.values())}", flush=True)
+    PAGE.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(record)
     return 0
 
 
