@@ -1,4 +1,4 @@
-"""Sessions for developers: ``nox`` runs the first four."""
+"""Sessions for developers (CONTRIBUTING.md); ``nox`` runs the first four."""
 
 import shutil
 from pathlib import Path
@@ -16,6 +16,36 @@ def tests(session: nox.Session) -> None:
     """Every test, against one affected torch; `-- ARGS` go to pytest."""
     session.install(".[test]", TORCH)
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def tests_in_full(session: nox.Session) -> None:
+    """Every test of the whole matrix; `-- ARGS` go to pytest."""
+    session.install(".[test]", TORCH)
+    session.run("pytest", "-m", "", *session.posargs)
+
+
+@nox.session
+def release_check(session: nox.Session) -> None:
+    """Fail unless every record is of the code that is here; say what makes what is missing."""
+    session.run("python", "tests/evidence.py")
+
+
+@nox.session
+def evidence(session: nox.Session) -> None:
+    """Make every record that is not of the code that is here: `-- TREE ...` for upstream's tests.
+
+    One environment at a time, and one record after the other, each as it was made; interrupted,
+    it goes on where it was.
+    """
+    missing = session.run("python", "tests/evidence.py", "--missing", silent=True) or ""
+    sessions = str(missing).split()
+    for number, name in enumerate(sessions, 1):
+        session.log(f"[{number}/{len(sessions)}] {name}; then: {' '.join(sessions[number:])}")
+        for arguments in [[tree] for tree in session.posargs] if name == "upstream" else [[]]:
+            command = ("nox", "-s", name, *(["--", *arguments] if arguments else []))
+            session.run(*command, external=True, success_codes=[0, 1])
+    session.run("python", "tests/evidence.py")
 
 
 @nox.session(python=["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"])

@@ -3,6 +3,7 @@
 ``python tests/check_distributions.py FOLDER``, with `build` and `twine` installed.
 """
 
+import re
 import subprocess
 import sys
 import venv
@@ -45,6 +46,13 @@ def main(folder: str) -> int:
     stray += [name for name in names if "test" in name or name.endswith(".pth")]
     if stray:
         print(f"{wheel.name} holds more than the package: {stray}", file=sys.stderr)
+        return 1
+    metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
+    page = zipfile.ZipFile(wheel).read(metadata).decode()
+    dead = re.findall(r"\]\((?!https://|#)[^)]*\)", page)
+    home = re.findall(r"^Project-URL: Homepage, (\S+)$", page, re.MULTILINE)
+    if dead or len(home) != 1 or page.count(f"]({home[0]}/blob/main/docs/") < 5:
+        print(f"{wheel.name}: links that are dead on a package page: {dead}", file=sys.stderr)
         return 1
     brought, stayed = left_behind(wheel, Path(folder) / "venv")
     outside = [
