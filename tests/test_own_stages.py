@@ -1,24 +1,23 @@
 """Stages of a user's own train as on stock torch under every policy, or get the one error.
 
-All that is to be as on stock torch runs within one spawn (own_stage_scenarios.py). A rank
+All that is to be as on stock torch runs within one spawn (own_stage_runs.py). A rank
 that gets the error takes the others with it, so that is a spawn of its own.
 """
 
 import functools
 from typing import Any
 
-import own_stage_scenarios as scenarios
+import own_stage_runs as runs
 import pytest
 import torch
 from conftest import AFFECTED, BACKENDS, full, spawned
+from own_stage_kinds import KINDS, MICROBATCHES
+from pipeline_habits import HABITS
 
 from pp_hookfix.policies import AUDIT, POLICIES
 from pp_hookfix.verification import ranks
 
 RUNS = [*POLICIES, AUDIT, "switched"]
-# Stock torch's hooks pile up within a step in a ring; and who hands his module the descriptors'
-# own buffers is handed nothing by us.
-OUT_OF_REACH = (*scenarios.RINGS, "ComputesFromTheBuffer")
 
 pytestmark = pytest.mark.skipif(
     not AFFECTED, reason=f"torch {torch.__version__} has no persistent receive buffers"
@@ -28,12 +27,12 @@ pytestmark = pytest.mark.skipif(
 @functools.cache
 def seen(backend: str, schedule: str) -> list[dict[str, Any]]:
     """What each of two ranks saw of every kind in a schedule."""
-    return spawned(scenarios.every_kind, 2, backend, schedule=schedule)
+    return spawned(runs.every_kind, 2, backend, schedule=schedule)
 
 
 @functools.cache
 def seen_of_habits(backend: str) -> list[dict[str, Any]]:
-    return spawned(scenarios.every_habit, 2, backend)
+    return spawned(runs.every_habit, 2, backend)
 
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -41,8 +40,8 @@ every_kind = pytest.mark.parametrize(
     ("kind", "schedule"),
     [
         pytest.param(kind, schedule, marks=() if schedule == "1F1B" else full)
-        for kind in scenarios.KINDS
-        for schedule in scenarios.schedules_of(kind)
+        for kind in KINDS
+        for schedule in runs.schedules_of(KINDS[kind])
     ],
 )
 
@@ -62,13 +61,7 @@ def test_every_kind_trains_as_on_stock_torch(
 @every_kind
 def test_what_it_saw_was_something(backend: str, kind: str, schedule: str) -> None:
     sees = sum(results[f"{kind}-{schedule}-fresh"]["sees"] for results in seen(backend, schedule))
-    assert bool(sees) == (
-        kind
-        in (
-            *("LooksAtWhatItReceived", "ComparesWithTheLastStep", "ReadsAfterItsForward"),
-            "ReadsLate",
-        )
-    )
+    assert bool(sees) == KINDS[kind].sees
 
 
 @every_backend
@@ -77,22 +70,20 @@ def test_what_it_saw_was_something(backend: str, kind: str, schedule: str) -> No
 def test_hooks_end_with_their_step_whoever_else_has_the_buffers(
     backend: str, kind: str, schedule: str, policy: str
 ) -> None:
-    if kind in OUT_OF_REACH:
+    if KINDS[kind].shares or not KINDS[kind].is_in_reach:
         return
     for results in seen(backend, schedule):
         for stage, hooks in results[f"{kind}-{schedule}-{policy}"]["hooks"].items():
             if stage > 0:
-                assert hooks == [scenarios.MICROBATCHES] * scenarios.STEPS
+                assert hooks == [MICROBATCHES] * runs.STEPS
         stock = results[f"Stage-{schedule}-stock"]["hooks"]
         assert all(
-            hooks[-1] == scenarios.MICROBATCHES * scenarios.STEPS
-            for stage, hooks in stock.items()
-            if stage > 0
+            hooks[-1] == MICROBATCHES * runs.STEPS for stage, hooks in stock.items() if stage > 0
         )
 
 
 @every_backend
-@pytest.mark.parametrize("habit", [habit.__name__ for habit in scenarios.HABITS])
+@pytest.mark.parametrize("habit", [habit.__name__ for habit in HABITS])
 @pytest.mark.parametrize("run", RUNS)
 def test_what_is_done_with_a_pipeline(backend: str, habit: str, run: str) -> None:
     for results in seen_of_habits(backend):
@@ -103,13 +94,13 @@ def test_what_is_done_with_a_pipeline(backend: str, habit: str, run: str) -> Non
 
 def test_what_is_gone_under_fresh_alone() -> None:
     """Reading what the last step left, from outside of the stage's own class."""
-    found = spawned(scenarios.read, 2, "gloo", policies=["detach", "clone"])
+    found = spawned(runs.read, 2, "gloo", policies=["detach", "clone"])
     same = {"losses": True, "gradients": True, "seen": True}
     assert found == [{"None": same, "detach": same, "clone": same}] * 2
 
 
 def test_what_is_gone_is_named() -> None:
-    outcome = ranks.start(scenarios.read, 2, "gloo", timeout=60, policies=["fresh"])
+    outcome = ranks.start(runs.read, 2, "gloo", timeout=60, policies=["fresh"])
     assert outcome.exit_status == ranks.RANK_FAILED
     errors = [line for log in outcome.logs for line in log.splitlines() if "Refused: " in line]
     assert errors

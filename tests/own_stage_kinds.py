@@ -1,25 +1,20 @@
-"""What the ranks of test_own_stages.py run: stages of a user's own, all within one spawn.
+"""Stages of a user's own: each does with its descriptors what stock torch lets it do.
 
-Each kind does with its receive descriptors what stock torch lets it do. It is mixed
-into torch's stage class at run time, and trained under stock torch, under every
-policy, and from each to each. What it saw on the way is compared as losses are.
+A kind is one class and its row. It is mixed into torch's stage class at run time
+(own_stage_runs.py); what it saw on the way is compared as losses are.
 """
 
 import abc
 import copy
 import pickle
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
 from conftest import TORCH
-from recv_buffer_scenarios import equal, switch
 
-from pp_hookfix.policies import AUDIT, POLICIES
-from pp_hookfix.verification import schedules, training
-from pp_hookfix.verification.ranks import Rank
-from pp_hookfix.verification.training import FEATURES, ROWS, InputHooks, Record
+from pp_hookfix.verification.training import FEATURES, ROWS
 
 if TYPE_CHECKING:
     # What torch's stage class has is private, and untyped in some releases.
@@ -28,13 +23,38 @@ else:
     TorchsStage = abc.ABC  # as torch's own: a stage's class may then be changed
 
 MICROBATCHES = 4
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
-# Policies by step: each after each other, and stock torch between.
-SWITCHED = (None, "fresh", "fresh", None, "clone", "fresh", "detach", "fresh", "clone", "detach")
-STEPS = len(SWITCHED)
-Policies = Sequence[Optional[str]]
 
 
+class Kind(NamedTuple):
+    """A row."""
+
+    stage: "type[Stage]"
+    sees: bool
+    """Whether it looks at tensors, which are then those of stock torch."""
+    shares: bool
+    """Microbatches share buffers, as deep a ring as 1F1B on two ranks needs. Stock torch's hooks
+    pile up within a step there, and up to 2.9 `.grad` too: what is to be trained as is stock torch
+    without the ring, and without hooks."""
+    is_in_reach: bool
+    """Whether it computes with what it is handed."""
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(
+    sees: bool = False, shares: bool = False, is_in_reach: bool = True
+) -> "Callable[[type[Stage]], type[Stage]]":
+    """The row of a kind."""
+
+    def add(stage: "type[Stage]") -> "type[Stage]":
+        KINDS[stage.__name__] = Kind(stage, sees, shares, is_in_reach)
+        return stage
+
+    return add
+
+
+@kind()
 class Stage(TorchsStage):  # type: ignore[misc]
     """Mixed into torch's stage."""
 
@@ -67,6 +87,7 @@ def receiving(recv_infos: Any) -> Iterator[Any]:
             yield info
 
 
+@kind(sees=True)
 class LooksAtWhatItReceived(Stage):
     """Retrieves both before the schedule's own code does, as if it were an API."""
 
@@ -83,6 +104,7 @@ class LooksAtWhatItReceived(Stage):
         return super().backward_one_chunk(chunk, *args, **kwargs)
 
 
+@kind()
 class ChangesWhatItReceived(Stage):
     """Changes buffers in place before they are retrieved, and gradients after."""
 
@@ -101,6 +123,7 @@ class ChangesWhatItReceived(Stage):
         return gradients
 
 
+@kind()
 class ChangesGradientsThatItLookedAt(Stage):
     """Retrieves the gradients, changes them in place, and lets the schedule's code go on."""
 
@@ -111,6 +134,7 @@ class ChangesGradientsThatItLookedAt(Stage):
         return super().backward_one_chunk(chunk, *args, **kwargs)
 
 
+@kind()
 class ReceivesIntoAStore(Stage):
     """Sets a row of its own as the destination before each receive; computes from the store."""
 
@@ -140,6 +164,7 @@ class ReceivesIntoAStore(Stage):
         return (self.store[1, chunk],)
 
 
+@kind()
 class HasSetItsStoreOnce(ReceivesIntoAStore):
     """The same, but set where the descriptors are made, and never again."""
 
@@ -164,6 +189,7 @@ class HasSetItsStoreOnce(ReceivesIntoAStore):
         return recv_infos
 
 
+@kind()
 class KeepsTheBuffers(Stage):
     """Reads each buffer once, when the descriptors are made, and computes from what it read."""
 
@@ -180,6 +206,7 @@ class KeepsTheBuffers(Stage):
         return tuple(buffer.detach().requires_grad_() for buffer in self.kept[chunk])
 
 
+@kind(sees=True)
 class ComparesWithTheLastStep(Stage):
     """Reads what the last step left in a buffer before the next receive."""
 
@@ -191,6 +218,7 @@ class ComparesWithTheLastStep(Stage):
         return super().get_fwd_recv_ops(chunk)
 
 
+@kind()
 class AsksTwice(Stage):
     """Asks for the receive operations twice and posts the first."""
 
@@ -205,6 +233,7 @@ class AsksTwice(Stage):
         return first
 
 
+@kind()
 class AsksOnce(Stage):
     """Asks for the receive operations in the first step and posts the same ever after."""
 
@@ -223,6 +252,7 @@ class AsksOnce(Stage):
         return self.operations["bwd", chunk]
 
 
+@kind()
 class PostsItsOwn(Stage):
     """Builds the operations from the buffers itself."""
 
@@ -244,6 +274,7 @@ class PostsItsOwn(Stage):
         return self.posts(self.grad_recv_info.get(chunk, ()))
 
 
+@kind()
 class PostsItsOwnNowAndThen(PostsItsOwn):
     """The same in every other step, torch's own in the others."""
 
@@ -258,6 +289,7 @@ class PostsItsOwnNowAndThen(PostsItsOwn):
         return super(PostsItsOwn, self).get_bwd_recv_ops(chunk)
 
 
+@kind()
 class Replays(Stage):
     """In every third step fills the buffers from what it logged the step before.
 
@@ -307,6 +339,7 @@ class Replays(Stage):
         return gradients
 
 
+@kind()
 class ReplaysFilledBetweenSteps(Replays):
     """The same, filled before the step begins."""
 
@@ -325,6 +358,7 @@ class ReplaysFilledBetweenSteps(Replays):
         pass
 
 
+@kind()
 class IsPutAside(Stage):
     """Its descriptors are elsewhere while the policy changes."""
 
@@ -337,6 +371,7 @@ class IsPutAside(Stage):
         self.grad_recv_info.update(away[1])
 
 
+@kind()
 class Replaces(Stage):
     """Copies its descriptors between two steps, in a way of its own each time."""
 
@@ -354,6 +389,7 @@ class Replaces(Stage):
                 by_microbatch[chunk] = tuple(map(way, recv_infos))
 
 
+@kind()
 class IsPrinted(Stage):
     """Somebody looks at the descriptors' own words."""
 
@@ -363,6 +399,7 @@ class IsPrinted(Stage):
         return super().forward_one_chunk(chunk, *args, **kwargs)
 
 
+@kind()
 class DropsItsBuffers(Stage):
     """Holds a buffer from its receive to its retrieval alone, by itself; adds to gradients."""
 
@@ -400,6 +437,7 @@ class DropsItsBuffers(Stage):
         return gradients
 
 
+@kind(shares=True)
 class SharesDescriptors(Stage):
     """A ring of two for all microbatches, as deep as 1F1B on two ranks needs."""
 
@@ -411,6 +449,7 @@ class SharesDescriptors(Stage):
         return prepared
 
 
+@kind(shares=True)
 class SharesBuffers(Stage):
     """The same by the buffers, of which two microbatches have one."""
 
@@ -424,6 +463,7 @@ class SharesBuffers(Stage):
         return prepared
 
 
+@kind(sees=True)
 class ReadsAfterItsForward(Stage):
     """Reads the buffer once more after the forward."""
 
@@ -434,6 +474,7 @@ class ReadsAfterItsForward(Stage):
         return output
 
 
+@kind()
 class IsCopied(Stage):
     """Somebody copies the whole stage between two steps, and trains on."""
 
@@ -445,6 +486,7 @@ class IsCopied(Stage):
         self.args_recv_info, self.grad_recv_info = copied.args_recv_info, copied.grad_recv_info
 
 
+@kind(is_in_reach=False)
 class ComputesFromTheBuffer(Stage):
     """Retrieves, and hands its module what the descriptors hold then."""
 
@@ -457,6 +499,7 @@ class ComputesFromTheBuffer(Stage):
         return tuple(info.buffer for info in self.grad_recv_info[chunk])
 
 
+@kind(sees=True)
 class ReadsLate(Stage):
     """Begins in step 2 to read what the step before left."""
 
@@ -467,6 +510,7 @@ class ReadsLate(Stage):
         return super().get_fwd_recv_ops(chunk)
 
 
+@kind()
 class ReceivesNothing(Stage):
     """Neither posts nor fills in step 2: stock torch computes from what the last step left."""
 
@@ -478,219 +522,7 @@ class ReceivesNothing(Stage):
         return super().get_fwd_send_ops(chunk) if self.step < 2 else []
 
 
-KINDS: dict[str, type[Stage]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Stage, LooksAtWhatItReceived, ChangesWhatItReceived, ChangesGradientsThatItLookedAt),
-        *(ReceivesIntoAStore, HasSetItsStoreOnce, KeepsTheBuffers, ComparesWithTheLastStep),
-        *(AsksTwice, AsksOnce, PostsItsOwn, PostsItsOwnNowAndThen, ReadsAfterItsForward),
-        *(Replays, ReplaysFilledBetweenSteps, IsPutAside, Replaces, IsCopied, IsPrinted),
-        *(DropsItsBuffers, SharesDescriptors, SharesBuffers),
-        *(ComputesFromTheBuffer, ReadsLate, ReceivesNothing),
-    )
-}
-# As deep as what 1F1B has in flight. Stock torch's hooks pile up within a step there, and up to
-# 2.9 `.grad` too: what is to be trained as is stock torch without the ring, and without hooks.
-RINGS = ("SharesDescriptors", "SharesBuffers")
-
-
-def own_stages(rank: Rank, kind: type[Stage], name: str) -> list[Any]:
-    stages = training.make_stages(name, rank.rank, rank.ranks, rank.device)
-    for stage in stages:
-        stage.__class__ = type(kind.__name__, (kind, type(stage)), {})
-        stage.own()
-    return stages
-
-
-def train(
-    rank: Rank, kind: type[Stage], name: str, by_step: Policies, hooks: Any = InputHooks
-) -> tuple[Record, list[torch.Tensor]]:
-    """Train stages of a kind; the record, and what they saw."""
-    switch(by_step[0] or False)
-    stages = own_stages(rank, kind, name)
-
-    def begin(step: int) -> None:
-        for stage in stages:
-            stage.begin_step(step, lambda: switch(by_step[step] or False))
-
-    schedule = schedules.build(name, stages, MICROBATCHES, training.summed_error)
-    record = training.run_steps(
-        schedule, stages, len(by_step), MICROBATCHES, rank.device, hooks, begin
-    )
-    return record, [tensor for stage in stages for tensor in stage.seen]
-
-
-def runs(with_stock: bool = True) -> dict[str, Policies]:
-    """Policies by step: stock torch, every policy, and all in turn."""
-    by_step: dict[str, Policies] = {policy: (policy,) * STEPS for policy in (*POLICIES, AUDIT)}
-    if with_stock:
-        return {"stock": (None,) * STEPS, **by_step, "switched": SWITCHED}
-    return {**by_step, "switched": tuple(policy or "detach" for policy in SWITCHED)}
-
-
-def schedules_of(kind: str) -> tuple[str, ...]:
-    return ("1F1B",) if kind in RINGS else SCHEDULES
-
-
-def every_kind(rank: Rank, schedule: str) -> dict[str, Any]:
-    """Kinds by policies in a schedule, compared with stock torch."""
-    results: dict[str, Any] = {}
-    for kind_name, kind in KINDS.items():
-        for name in {schedule} & {*schedules_of(kind_name)}:
-            hooks = None if kind_name in RINGS else InputHooks
-            stock: Any = train(rank, Stage, name, (None,) * STEPS, None) if hooks is None else None
-            for run_name, by_step in runs(with_stock=hooks is not None).items():
-                with rank.time_limit(f"{kind_name}, {name}, {run_name}"):
-                    record, seen = train(rank, kind, name, by_step, hooks)
-                stock = stock or (record, seen)
-                results[f"{kind_name}-{name}-{run_name}"] = {
-                    **equal(stock[0], record),
-                    "seen": same(stock[1], seen),
-                    "sees": len(seen),
-                    "hooks": record.hooks,
-                }
-    return results
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-# --- what is done with a pipeline of torch's own stages
-
-
-class Pipeline:
-    """One stage per rank, 1F1B, and all that its steps came to."""
-
-    def __init__(self, rank: Rank, infer_metadata: bool = False) -> None:
-        self.rank = rank
-        (self.stage,) = training.make_stages(
-            "1F1B", rank.rank, rank.ranks, rank.device, infer_metadata=infer_metadata
-        )
-        self.schedule = schedules.build("1F1B", [self.stage], MICROBATCHES, training.summed_error)
-        self.generator = torch.Generator().manual_seed(0)
-        self.found: list[torch.Tensor] = []
-
-    def run(self, schedule: Any, mode: str = "step", microbatches: int = 4, rows: int = 2) -> None:
-        x, target = (
-            torch.randn(rows * microbatches, FEATURES, generator=self.generator).to(
-                self.rank.device
-            )
-            for _ in range(2)
-        )
-        losses: list[torch.Tensor] = []
-        getattr(schedule, mode)(
-            *([x] if self.stage.is_first else []),
-            **({"target": target, "losses": losses} if self.stage.is_last else {}),
-        )
-        self.found += [loss.detach() for loss in losses]
-
-    def end_step(self) -> None:
-        for parameter in self.stage.submod.parameters():
-            self.found.append(parameter.grad.clone())
-            with torch.no_grad():
-                parameter -= 0.01 * parameter.grad
-            parameter.grad = None
-
-
-def accumulation(rank: Rank, by_step: Policies) -> Optional[list[torch.Tensor]]:
-    """Three pipeline steps per optimizer step."""
-    pipeline = Pipeline(rank)
-    for policy in by_step:
-        for _ in range(3):
-            switch(policy or False)
-            pipeline.run(pipeline.schedule)
-        pipeline.end_step()
-    return pipeline.found
-
-
-def fewer_microbatches(rank: Rank, by_step: Policies) -> Optional[list[torch.Tensor]]:
-    """Validation with half the microbatches between steps, by a schedule of its own (2.9 on)."""
-    pipeline = Pipeline(rank)
-    if not hasattr(pipeline.schedule, "eval"):
-        return None
-    validation = schedules.build("GPipe", [pipeline.stage], 2, training.summed_error)
-    for policy in by_step:
-        switch(policy or False)
-        pipeline.run(pipeline.schedule)
-        pipeline.end_step()
-        with torch.no_grad():
-            pipeline.run(validation, "eval", microbatches=2)
-        reset(pipeline.stage, pipeline.schedule, validation)
-    return pipeline.found
-
-
-def other_lengths(rank: Rank, by_step: Policies) -> Optional[list[torch.Tensor]]:
-    """Microbatches of other lengths, for which descriptors are thrown away (2.6 on)."""
-    if TORCH < (2, 6):
-        return None
-    pipeline = Pipeline(rank, infer_metadata=True)
-    for step, policy in enumerate(by_step):
-        switch(policy or False)
-        if step % 2 == 0:
-            reset(pipeline.stage, pipeline.schedule)
-        for _ in range(2):
-            pipeline.run(pipeline.schedule, rows=2 + step // 2)
-        pipeline.end_step()
-    return pipeline.found
-
-
-def reset(stage: Any, *of_schedules: Any) -> None:
-    """Have torch infer the shapes and make the descriptors anew, as NeMo Automodel does."""
-    for name in ("_stage_meta", "_user_meta"):
-        metadata = getattr(stage, name, None)
-        if metadata is not None:
-            for of in ("inputs", "outputs", "input_grads", "output_grads"):
-                setattr(metadata, of, None)
-    for name in ("_outputs_meta", "inputs_meta", "_inference_mode", "grad_send_info"):
-        if hasattr(stage, name):
-            setattr(stage, name, None)
-    stage.args_recv_info, stage.grad_recv_info = {}, {}
-    for schedule in of_schedules:
-        for name in (
-            *("_stage_initialized", "_stage_forward_initialized", "_stage_backward_initialized"),
-        ):
-            if hasattr(schedule, name):
-                setattr(schedule, name, False)
-
-
-def one_module_twice(rank: Rank, by_step: Policies) -> Optional[list[torch.Tensor]]:
-    """Both stages of a rank run the same module."""
-    switch(by_step[0] or False)
-    stages = training.make_stages("Interleaved1F1B", rank.rank, rank.ranks, rank.device)
-    for stage in stages:
-        stage.submod = stages[0].submod
-    schedule = schedules.build("Interleaved1F1B", stages, MICROBATCHES, training.summed_error)
-    record = training.run_steps(
-        *(schedule, stages, len(by_step), MICROBATCHES, rank.device, InputHooks),
-        lambda step: switch(by_step[step] or False),
-    )
-    return record.losses + [
-        tensor
-        for tensors in (*record.gradients.values(), *record.boundary.values())
-        for tensor in tensors
-    ]
-
-
-HABITS = (accumulation, fewer_microbatches, other_lengths, one_module_twice)
-
-
-def every_habit(rank: Rank) -> dict[str, Any]:
-    """What is equal to stock torch's, by habit and policies; None where torch cannot."""
-    results: dict[str, Any] = {}
-    for habit in HABITS:
-        stock: Optional[list[torch.Tensor]] = None
-        for name, by_step in runs().items():
-            with rank.time_limit(f"{habit.__name__}, {name}"):
-                found = habit(rank, by_step)
-            stock = found if stock is None else stock
-            results[f"{habit.__name__}-{name}"] = (
-                None if stock is None or found is None else bool(found) and same(stock, found)
-            )
-    return results
-
-
-# --- what cannot be as on stock torch under `fresh`, for nothing keeps what is gone
+# --- not of `KINDS`: under `fresh`, nothing keeps what is gone
 
 
 class IsReadBetweenSteps(Stage):
@@ -701,15 +533,3 @@ class IsReadBetweenSteps(Stage):
         if step:
             for info in self.received():
                 self.see(info.buffer)
-
-
-def read(rank: Rank, policies: Sequence[str]) -> dict[str, Any]:
-    """Train a stage that is read from outside, under stock torch and some policies."""
-    found: dict[str, Any] = {}
-    stock: Any = None
-    for policy in (None, *policies):
-        with rank.time_limit(f"read, {policy}"):
-            record, seen = train(rank, IsReadBetweenSteps, "Interleaved1F1B", (policy,) * 4)
-        stock = stock or (record, seen)
-        found[str(policy)] = {**equal(stock[0], record), "seen": same(stock[1], seen)}
-    return found
