@@ -13,6 +13,7 @@ from conftest import TORCH
 from recv_buffer_scenarios import FRONTENDS, Traced, leaks, seeded_module, switch
 
 import pp_hookfix
+from pp_hookfix import fresh
 from pp_hookfix.audit import hand_outs
 from pp_hookfix.policies import AUDIT, POLICIES
 from pp_hookfix.verification import schedules, training
@@ -156,8 +157,10 @@ def every_policy(rank: Rank) -> dict[str, Any]:
         with rank.time_limit(f"{name}, watched"):
             switch(False)
             stock = training.train(name, rank.rank, rank.ranks, rank.device, STEPS, microbatches)
+            fresh.served_by_copies.clear()
             for policy in (None, *POLICIES):
                 results[f"{name}-{policy}"] = watched(rank, name, policy, stock)
+            results[f"{name}-copies"] = sorted(fresh.served_by_copies)
     return results
 
 

@@ -106,10 +106,15 @@ def test_a_graph_whose_backward_is_over_is_nobody() -> None:
 
 
 def test_an_unpack_hook_of_the_users_is_not_run() -> None:
-    owner, ran = Probe(), []
+    owner = Probe()
+    ran: list[torch.Tensor] = []
+
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        ran.append(saved)
+        return saved
 
     def keep(x: torch.Tensor) -> None:
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, ran.append):
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
             owner.cache = (x * x).sum()
 
     assert search(keep) == holders.UNKNOWN

@@ -50,6 +50,14 @@ def stages(seen: list[dict[str, Any]], name: str, policy: Any) -> list[dict[str,
 
 
 @every_schedule
+def test_fresh_takes_all_that_torchs_own_stages_are_handed(
+    seen: list[dict[str, Any]], name: str
+) -> None:
+    for results in seen:
+        assert results["every_policy"][f"{name}-copies"] == []
+
+
+@every_schedule
 @every_policy
 def test_hooks_end_with_their_step(seen: list[dict[str, Any]], name: str, policy: str) -> None:
     for stage in stages(seen, name, policy)[1:]:
