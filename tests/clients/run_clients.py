@@ -150,8 +150,10 @@ def run(case: Case, policy: Optional[str], python: Path) -> list[dict[str, Any]]
         with_plugin = []
         options["imports"] = policy if case.imports_itself else None
     if case.is_unit_tests:
-        command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", case.driver]
-        command += [f"--junitxml={folder / 'junit.xml'}"]
+        # Not this project's configuration, below which nox has its temporary files.
+        (folder / "pytest.ini").write_text("[pytest]\n")
+        command = [str(python), "-m", "pytest", "-c", "pytest.ini", "-p", "no:cacheprovider"]
+        command += ["--pyargs", case.driver, f"--junitxml={folder / 'junit.xml'}"]
     else:
         command = [str(python), "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(case.ranks)]
