@@ -70,7 +70,9 @@ def test_a_build_unlike_any_release(
 
 
 def test_a_source_that_cannot_be_had(stage_module: ModuleType, tmp_path: Path) -> None:
-    exec("def _retrieve_recv_activations(self, fwd_chunk_id): ...", vars(stage_module))
+    source = "def _retrieve_recv_activations(self, fwd_chunk_id): ..."
+    # Not "<string>": from 3.13 on that is the source of `python -c`, as a worker is started.
+    exec(compile(source, "<nowhere>", "exec"), vars(stage_module))
     made = vars(stage_module)["_retrieve_recv_activations"]
     stage_module._PipelineStageBase._retrieve_recv_activations = made
     assert fingerprints.fingerprints(stage_module) == {METHOD: ""}
