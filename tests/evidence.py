@@ -76,8 +76,8 @@ def lacking(docs: Path = DOCS, code: str = "") -> dict[str, list[str]]:
             version
             for version in UPSTREAM
             if not any(
-                entry["tree"] == version and is_of(entry, code)
-                for entry in record("upstream").values()
+                key.partition("+")[0] == version and is_of(entry, code)
+                for key, entry in record("upstream").items()
             )
         ],
         "nox -s clients": [

@@ -2,10 +2,10 @@
 
     python tests/releases/record_releases.py [--only PART] WHEEL [VERSION ...]
 
-One virtual environment at a time, removed afterwards. Per release, in parts: the
-fingerprints of the methods that are wrapped; ``pp-hookfix verify --json``; the tests of the
-regression, of the policies and of users' own stages; and those of the audit, on Gloo with 2
-and 4 ranks. Only what a run wrote goes into docs/releases.json, as each release ends, with a
+One virtual environment at a time, removed afterwards. Per release, in parts: the fingerprints of
+the methods that are wrapped; ``pp-hookfix verify --json``; the tests of the regression, of the
+policies and of users' own stages; and those of the audit: the tests that run by default, on Gloo
+with 2 ranks. Only what a run wrote goes into docs/releases.json, as each release ends, with a
 fingerprint of the package's code; without versions, each release has those parts run that the
 record lacks of the code that is here, so that an interrupted run goes on where it stopped.
 Releases are those of `RELEASES`, and any final one since that the package index has.

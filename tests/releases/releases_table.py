@@ -23,10 +23,10 @@ HEAD = """\
 Made by `nox -s releases` from what its runs wrote ([releases.json](releases.json));
 not edited by hand. Each release was really installed, on the CPU, with the built wheel:
 `pp-hookfix verify` (2 ranks, 5 steps), the tests of the regression, of the policies and of
-users' own stages, and those of `pp-hookfix audit`, on Gloo with 2 and 4 ranks. "Hooks" are
-those fired in each step where most fired, over all schedules: without the fix, and under the
-worst of the three policies. "Equal" means losses and all gradients, to the last bit, under
-every policy.
+users' own stages, and those of `pp-hookfix audit`, as `pytest` has them by default: on Gloo with
+2 ranks. "Hooks" are those fired in each step where most fired, over all schedules: without the
+fix, and under the worst of the three policies. "Equal" means losses and all gradients, to the
+last bit, under every policy.
 
 | torch | build | Python | schedules | hooks without | with | equal | decision | tests | audit |
 |---|---|---|---|---|---|---|---|---|---|
