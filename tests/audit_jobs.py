@@ -13,6 +13,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 import torch
 from audit_ways import WAYS, Way
+from conftest import TORCH
 from recv_buffer_scenarios import Layers, hands_over, switch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
@@ -140,7 +141,8 @@ def of(name: str) -> list[str]:
     return [
         way
         for way, row in WAYS.items()
-        if (name == "GPipe" if "infers" in row.options else name == "1F1B" or row.everywhere)
+        if row.since <= TORCH
+        and (name == "GPipe" if "infers" in row.options else name == "1F1B" or row.everywhere)
         and (row.runs_split or not is_split)
     ]
 

@@ -58,6 +58,8 @@ class Way:
     """In every schedule, not in 1F1B alone."""
     runs_split: bool = True
     """Where the backward is split into inputs and weights."""
+    since: tuple[int, int] = (2, 4)
+    """The first torch on which what it does does not hang on when the collector runs."""
     options: set[str] = field(default_factory=set)
     """``infers``, ``evaluates between``, ``in DDP``."""
 
@@ -174,9 +176,12 @@ def keeps_the_node_as_attribute(job: "Job", x: torch.Tensor) -> None:
     x.node = node  # type: ignore[attr-defined]
 
 
-@way()
+@way(since=(2, 6))
 def registers_on_the_node_alone(job: "Job", x: torch.Tensor) -> None:
-    """Which is gone before the forward uses the input."""
+    """Which is gone before the forward uses the input.
+
+    Up to 2.5 a cycle of torch's own has it, until the garbage collector comes.
+    """
     get_gradient_edge(x).node.register_hook(lambda *gradients: job.count())
 
 

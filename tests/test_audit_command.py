@@ -120,7 +120,7 @@ def test_a_pipeline_built_anew_for_each_step(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("fired") == 4
     document = json.loads(report.read_text())
-    assert (document["needs"], document["notes"]) == ("nothing", [])
+    assert (document["needs"], document["notes"], document["steps"]) == ("nothing", [], 4)
     assert all(stage["hooks"] == stage["kept_inputs"] == [] for stage in document["stages"])
     # In one step alone there was no later one to see.
     result = audit("--json", str(report), sys.executable, script(tmp_path, "step(stage(), [])\n"))

@@ -10,7 +10,7 @@ from typing import Any
 import own_stage_runs as runs
 import pytest
 import torch
-from conftest import AFFECTED, BACKENDS, full, spawned
+from conftest import AFFECTED, BACKENDS, TORCH, full, spawned
 from own_stage_kinds import KINDS, MICROBATCHES
 from pipeline_habits import HABITS
 
@@ -52,6 +52,10 @@ every_kind = pytest.mark.parametrize(
 def test_every_kind_trains_as_on_stock_torch(
     backend: str, kind: str, schedule: str, run: str
 ) -> None:
+    if KINDS[kind].shares and run == AUDIT and TORCH < (2, 10):
+        pytest.skip(
+            "what the audit runs is stock torch, whose gradients are wrong in a ring to 2.9"
+        )
     for results in seen(backend, schedule):
         result = results[f"{kind}-{schedule}-{run}"]
         assert (result["losses"], result["gradients"], result["seen"]) == (True, True, True)

@@ -204,7 +204,7 @@ def _of_closure(cell: Any) -> Optional[Holder]:
 def _saves(node: Any, storage: int) -> bool:
     """Whether a graph has the memory saved for a backward that has not been.
 
-    torch up to 2.6 does not tell which of them would run a hook of the user's.
+    torch up to 2.9 does not tell which of them would run a hook of the user's.
     """
     seen: set[Any] = set()
     found = [node]

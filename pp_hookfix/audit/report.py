@@ -57,7 +57,7 @@ def document(noted: list[Noted], began: int, failed: Optional[str] = None) -> di
             (one["torch_version"] for one in noted if one["torch_version"]), None
         ),
         "ranks": max((len(run) for run in runs), default=0),
-        "steps": max((stage["steps"] for stage in stages), default=0),
+        "steps": max(_steps(stages).values(), default=0),
         "runs": len(runs),
         "stages": sorted(stages, key=lambda one: (one["run"], one["rank"], one["stage"])),
         "needs": _needs(noted, stages),
@@ -100,10 +100,15 @@ def _lacks_second_step(stages: list[dict[str, Any]]) -> bool:
 
     A pipeline that is built anew for each has as many stages as steps, each gone with its own.
     """
+    return max(_steps(stages).values(), default=0) == 1
+
+
+def _steps(stages: list[dict[str, Any]]) -> "Counter[tuple[int, int, int]]":
+    """By run, rank and index of the stage, whether it is one or is built anew."""
     steps: Counter[tuple[int, int, int]] = Counter()
     for one in stages:
         steps[one["run"], one["rank"], one["stage"]] += one["steps"]
-    return bool(steps) and max(steps.values()) == 1
+    return steps
 
 
 def _notes(noted: list[Noted], began: int) -> Iterator[str]:
@@ -162,7 +167,7 @@ def text(report: dict[str, Any]) -> str:
     for run in range(1, report["runs"] + 1):
         stages = [stage for stage in report["stages"] if stage["run"] == run]
         if report["runs"] > 1:
-            steps = max(stage["steps"] for stage in stages)
+            steps = max(_steps(stages).values())
             lines.append(f"run {run} of {report['runs']}, {_number(steps, 'step')}:")
         lines += [f"  {line}" for line in _findings(stages)]
     lines += report["notes"]

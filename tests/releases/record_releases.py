@@ -191,7 +191,8 @@ def main() -> int:
     )
     parser.add_argument("wheel", help="the built wheel")
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="default: what is lacking")
-    arguments = parser.parse_args()
+    # Versions may come after `--only`, which is after the wheel that nox gives.
+    arguments = parser.parse_intermixed_args()
     releases = [*RELEASES, *newer_releases()]
     unknown = [version for version in arguments.versions if version not in releases]
     if unknown:
