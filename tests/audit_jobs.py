@@ -142,6 +142,7 @@ def of(name: str) -> list[str]:
         way
         for way, row in WAYS.items()
         if row.since <= TORCH
+        and TORCH not in row.fails_on
         and (name == "GPipe" if "infers" in row.options else name == "1F1B" or row.everywhere)
         and (row.runs_split or not is_split)
     ]

@@ -1,6 +1,7 @@
 """What several test modules share."""
 
 import atexit
+import functools
 import os
 import shutil
 import subprocess
@@ -75,6 +76,24 @@ def spawned(function: Callable[..., Any], ranks: int, backend: str, **options: A
         logs = "\n".join(f"--- rank {rank}\n{log}" for rank, log in enumerate(outcome.logs))
         pytest.fail(f"ranks ended with {outcome.exit_status}\n{logs}", pytrace=False)
     return outcome.results
+
+
+def once(spawn: Callable[..., Any]) -> Callable[..., Any]:
+    """Cached by its arguments, a failure too: not every test of a module is to wait for a hang."""
+    outcomes: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(spawn)
+    def cached(*arguments: Any) -> Any:
+        if arguments not in outcomes:
+            try:
+                outcomes[arguments] = spawn(*arguments)
+            except BaseException as failure:
+                outcomes[arguments] = failure
+        if isinstance(outcomes[arguments], BaseException):
+            raise outcomes[arguments]
+        return outcomes[arguments]
+
+    return cached
 
 
 def python(

@@ -4,7 +4,6 @@ The jobs run within one spawn (audit_jobs.py), each way of audit_ways.py on stoc
 audit and under each policy.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from audit_jobs import MICROBATCHES, STEPS
 from audit_ways import POST, WAYS
-from conftest import AFFECTED, BACKENDS, TORCH, full, spawned
+from conftest import AFFECTED, BACKENDS, TORCH, full, once, spawned
 
 from pp_hookfix.audit import report
 from pp_hookfix.policies import AUDIT, POLICIES
@@ -47,7 +46,7 @@ def every_job(test: Any) -> Any:
     return pytest.mark.parametrize("backend", BACKENDS)(of_each(test))
 
 
-@functools.cache
+@once
 def seen(backend: str, where: str) -> list[dict[str, Any]]:
     """What each of two ranks saw of every way."""
     return spawned(jobs.run, 2, backend, where=where)

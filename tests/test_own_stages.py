@@ -4,13 +4,12 @@ All that is to be as on stock torch runs within one spawn (own_stage_runs.py). A
 that gets the error takes the others with it, so that is a spawn of its own.
 """
 
-import functools
 from typing import Any
 
 import own_stage_runs as runs
 import pytest
 import torch
-from conftest import AFFECTED, BACKENDS, TORCH, full, spawned
+from conftest import AFFECTED, BACKENDS, TORCH, full, once, spawned
 from own_stage_kinds import KINDS, MICROBATCHES
 from pipeline_habits import HABITS
 
@@ -24,13 +23,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@functools.cache
+@once
 def seen(backend: str, schedule: str) -> list[dict[str, Any]]:
     """What each of two ranks saw of every kind in a schedule."""
     return spawned(runs.every_kind, 2, backend, schedule=schedule)
 
 
-@functools.cache
+@once
 def seen_of_habits(backend: str) -> list[dict[str, Any]]:
     return spawned(runs.every_habit, 2, backend)
 
